@@ -1,0 +1,173 @@
+"""Two checkpoints side by side, by bits: equal NaN patterns are equal, -0.0 and 0.0 are not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from checkpoint.layout import natural_key
+from checkpoint.reader import Checkpoint
+from checkpoint.shards import as_integers
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that is not the same in both.
+
+    When the kinds agree: ``first`` index, ``elements`` and ``nbytes`` that differ, ``max_abs`` difference in
+    float64 (0.0 when only bit patterns differ, NaN when a NaN met another value). Otherwise ``reason`` says
+    which of role, shape and dtype disagree, and the numbers are None.
+    """
+
+    name: str
+    role: str
+    dtype: str
+    shape: tuple[int, ...]
+    reason: str
+    first: tuple[int, ...] | None = None
+    values: tuple[float, float] | None = None
+    elements: int | None = None
+    nbytes: int | None = None
+    max_abs: float | None = None
+
+
+@dataclass(frozen=True)
+class MetaDifference:
+    """A meta value, by its dotted path, that is not the same in both; ``"<absent>"`` where one lacks it."""
+
+    key: str
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What :func:`compare` found; names are in natural order, the first difference first."""
+
+    equal: tuple[str, ...]
+    different: tuple[Difference, ...]
+    only_in_a: tuple[str, ...]
+    only_in_b: tuple[str, ...]
+    meta: tuple[MetaDifference, ...] = ()
+
+    @property
+    def same(self) -> bool:
+        """True when nothing that was compared differs."""
+        return not (self.different or self.only_in_a or self.only_in_b or self.meta)
+
+    @property
+    def first_name(self) -> str | None:
+        """The first tensor that differs or is on one side only, or None."""
+        names = [difference.name for difference in self.different] + [*self.only_in_a, *self.only_in_b]
+        return min(names, key=natural_key, default=None)
+
+
+ABSENT = "<absent>"
+
+
+def compare(a: Checkpoint, b: Checkpoint, meta_keys: Sequence[str] | None = ()) -> Comparison:
+    """Compare every logical tensor bit by bit, whatever the slices, and the chosen meta values.
+
+    ``meta_keys`` are dotted prefixes (``"contract"``, ``"data.cursor"``, also ``"step"`` and ``"ranks.0"``);
+    none by default, None means all. Both checkpoints are read whole. Raises :class:`CheckpointError` when one
+    is damaged.
+    """
+    names_a, names_b = set(a.manifest.tensors), set(b.manifest.tensors)
+    equal, different = [], []
+    for name in sorted(names_a & names_b, key=natural_key):
+        difference = _compare_tensor(name, a, b)
+        if difference is None:
+            equal.append(name)
+        else:
+            different.append(difference)
+    return Comparison(
+        tuple(equal),
+        tuple(different),
+        tuple(sorted(names_a - names_b, key=natural_key)),
+        tuple(sorted(names_b - names_a, key=natural_key)),
+        tuple(_compare_meta(a, b, meta_keys)),
+    )
+
+
+def _compare_tensor(name: str, a: Checkpoint, b: Checkpoint) -> Difference | None:
+    left, right = a.entry(name), b.entry(name)
+    about = (name, left.role.value, left.dtype, left.shape)
+    kinds = [
+        f"{what} {x} and {y}"
+        for what, x, y in (
+            ("role", left.role.value, right.role.value),
+            ("shape", list(left.shape), list(right.shape)),
+            ("dtype", left.dtype, right.dtype),
+        )
+        if x != y
+    ]
+    if kinds:
+        return Difference(*about, reason="; ".join(kinds))
+    x, y = a.read(name), b.read(name)
+    unequal = as_integers(x) != as_integers(y)
+    elements = int(unequal.sum())
+    if elements == 0:
+        return None
+    flat = int(unequal.reshape(-1).to(torch.uint8).argmax())
+    values = x.reshape(-1)[flat].to(torch.float64).item(), y.reshape(-1)[flat].to(torch.float64).item()
+    return Difference(
+        *about,
+        reason="values",
+        first=tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), x.shape)) if x.dim() else (),
+        values=values,
+        elements=elements,
+        nbytes=_differing_bytes(x, y),
+        max_abs=_max_abs(x[unequal], y[unequal]),
+    )
+
+
+def _differing_bytes(x: torch.Tensor, y: torch.Tensor) -> int:
+    left, right = (as_integers(t).reshape(-1).view(torch.uint8) for t in (x, y))
+    return int((left != right).sum())
+
+
+def _max_abs(x: torch.Tensor, y: torch.Tensor) -> float:
+    """Largest |x − y| in float64; equal infinities count 0, and NaN against anything gives NaN."""
+    left, right = x.to(torch.float64), y.to(torch.float64)
+    gap = torch.where(left == right, torch.zeros_like(left), (left - right).abs())
+    return float(gap.max())
+
+
+def _compare_meta(a: Checkpoint, b: Checkpoint, keys: Sequence[str] | None) -> list[MetaDifference]:
+    if keys is not None and not keys:
+        return []
+    left, right = _flatten(_document(a)), _flatten(_document(b))
+    found = []
+    for key in sorted(left.keys() | right.keys(), key=natural_key):
+        chosen = keys is None or any(key == k or key.startswith((f"{k}.", f"{k}[")) for k in keys)
+        x, y = left.get(key, ABSENT), right.get(key, ABSENT)
+        if chosen and _canonical(x) != _canonical(y):
+            found.append(MetaDifference(key, x, y))
+    return found
+
+
+def _document(checkpoint: Checkpoint) -> dict[str, Any]:
+    ranks = {str(entry.rank): {"coords": entry.coords, **entry.meta} for entry in checkpoint.manifest.ranks}
+    return {**checkpoint.meta, "step": checkpoint.step, "ranks": ranks}
+
+
+def _flatten(value: Any, path: str = "") -> dict[str, Any]:
+    """Leaves by dotted path; lists by index; empty containers are leaves."""
+    if isinstance(value, dict) and value:
+        items = [(f"{path}.{key}" if path else key, item) for key, item in value.items()]
+    elif isinstance(value, list) and value:
+        items = [(f"{path}[{i}]", item) for i, item in enumerate(value)]
+    else:
+        return {path: value}
+    leaves: dict[str, Any] = {}
+    for key, item in items:
+        leaves.update(_flatten(item, key))
+    return leaves
+
+
+def _canonical(value: Any) -> tuple[str, str]:
+    """By type and exact text: 1 and 1.0 and True differ, NaN equals NaN, -0.0 is not 0.0."""
+    return type(value).__name__, repr(value)

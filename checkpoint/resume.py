@@ -1,0 +1,165 @@
+"""Resume: the one ordered restore.
+
+    mesh → params → optimizer → scales and histories → weight versions → rebuild caches and compare → data cursor
+         → capture (transaction) → generators last → compare digests with the manifest
+
+Every check that can fail before the first write does. On the layout of the save everything is compared, generators and graph
+fingerprints included; on another one the logical state is, and each rank's generators start from their seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from checkpoint.comm import Communicator
+from checkpoint.load import load_into
+from checkpoint.reader import Checkpoint
+from checkpoint.shards import as_integers
+from qeffect_lm.contract.errors import ResumeError
+from qeffect_lm.contract.ledger import Ledger
+from qeffect_lm.graphs.register import digest
+from qeffect_lm.runtime.rng import generator_tensors, load_generator_tensors
+from qeffect_lm.state import LogicalTensor, Role
+
+PARAMETERS = {Role.PARAM, Role.MASTER}
+OPTIMIZER = {Role.MOMENT, Role.COUNTER}
+SCALES = {Role.SCALE, Role.AMAX_HISTORY, Role.AMAX_OPEN}
+
+
+class Resumable(Protocol):
+    """One rank's training, assembled and not yet captured."""
+
+    @property
+    def ledger(self) -> Ledger: ...
+    def logical_tensors(self) -> list[LogicalTensor]: ...
+    def rebuild_caches(self) -> None: ...
+    def capture(self) -> None: ...
+    def graph_fingerprint(self) -> str: ...
+
+
+class Cursor(Protocol):
+    """What gives the data and remembers where it was."""
+
+    def state(self) -> dict[str, Any]: ...
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+
+def saved_state(target: Resumable, coords: dict[str, int]) -> list[LogicalTensor]:
+    """All tensors of this rank that a checkpoint holds, generators included."""
+    return [*target.logical_tensors(), *_generator_items(coords)]
+
+
+def contract_meta(target: Resumable, comm: Communicator) -> dict[str, Any] | None:
+    """The contract's counters of all ranks, merged by name, and each rank's graph fingerprint; on rank 0."""
+    gathered = comm.gather((target.ledger.state(), target.graph_fingerprint()))
+    if gathered is None:
+        return None
+    merged: dict[str, Any] = {"timeline": gathered[0][0]["timeline"], "weights": {}}
+    for state, _ in gathered:
+        for kind, values in state["weights"].items():
+            merged["weights"].setdefault(kind, {}).update(values)
+    return {"contract": merged, "graph_fingerprints": [fingerprint for _, fingerprint in gathered]}
+
+
+def restore(
+    checkpoint: Checkpoint, target: Resumable, cursor: Cursor, comm: Communicator, coords: dict[str, int], layout: dict[str, int]
+) -> None:
+    """Bring ``target`` and ``cursor`` to the checkpoint's state and capture; collective over ``comm``.
+
+    Args:
+        coords: this rank's mesh coordinates.
+        layout: axis → size of this run; generators and graphs are compared when it is the checkpoint's.
+
+    Raises:
+        ResumeError: state is missing, does not fit, or what was rebuilt differs from what was saved.
+    """
+    same_layout = checkpoint.meta.get("layout") == layout
+    items = target.logical_tensors()
+    for roles in (PARAMETERS, OPTIMIZER, SCALES):
+        load_into(checkpoint, [item for item in items if item.role in roles], comm=comm)
+    _restore_versions(checkpoint, target.ledger)
+    target.rebuild_caches()
+    _raise_first(_compare(checkpoint, [i for i in items if i.role is Role.CACHED_WEIGHT], "was rebuilt from its master"), comm)
+    _raise_first(_compare_caches(checkpoint, target.ledger), comm)
+    cursor.load_state(checkpoint.meta["data"])
+    target.capture()
+    if same_layout:
+        _restore_generators(checkpoint, coords, comm)
+        items = [*items, *_generator_items(coords)]
+    _raise_first(_compare(checkpoint, items, "is in memory after the restore"), comm)
+    if same_layout:
+        _raise_first(_compare_fingerprint(checkpoint, target, comm.rank), comm)
+
+
+def _restore_versions(checkpoint: Checkpoint, ledger: Ledger) -> None:
+    contract = checkpoint.meta["contract"]
+    ledger.timeline.load_state(contract["timeline"])
+    versions = contract["weights"]["versions"]
+    missing = sorted(set(ledger.versions.versions) - set(versions))
+    if missing:
+        raise ResumeError(f"{checkpoint.path} has no weight version of {missing[0]!r}", tensor=missing[0])
+    for name in ledger.versions.versions:
+        ledger.versions.versions[name] = int(versions[name])
+
+
+def _compare_caches(checkpoint: Checkpoint, ledger: Ledger) -> str | None:
+    saved = checkpoint.meta["contract"]["weights"]
+    now = ledger.versions.state()
+    for kind in ("cache_version", "cache_epoch"):
+        for name, value in now[kind].items():
+            if saved[kind].get(name) != value:
+                return f"cached weight {name!r}: {kind} {saved[kind].get(name)} was saved, {value} was rebuilt"
+    return None
+
+
+def _compare(checkpoint: Checkpoint, items: Sequence[LogicalTensor], how: str) -> str | None:
+    """The first tensor whose live bytes are not the saved ones."""
+    for item in items:
+        entry = checkpoint.entry(item.name)
+        whole = [s for s in entry.slices if tuple(s.start) == item.start and tuple(s.shape) == tuple(item.tensor.shape)]
+        if whole:
+            equal = digest(item.tensor) == whole[0].sha256
+        else:
+            saved = checkpoint.read(item.name, item.start, tuple(item.tensor.shape))
+            equal = torch.equal(as_integers(item.tensor.contiguous()), as_integers(saved))
+        if not equal:
+            return f"tensor {item.name!r} ({item.role}) {how} with other bytes than {checkpoint.path} holds"
+    return None
+
+
+def _compare_fingerprint(checkpoint: Checkpoint, target: Resumable, rank: int) -> str | None:
+    saved = checkpoint.meta["graph_fingerprints"][rank]
+    now = target.graph_fingerprint()
+    if saved != now:
+        return (
+            f"graph-plan fingerprint of rank {rank}: {saved} was saved, {now} was captured: plan, graph backend or library "
+            "versions changed"
+        )
+    return None
+
+
+def _generator_items(coords: dict[str, int]) -> list[LogicalTensor]:
+    """This rank's generators, as they are now (copies)."""
+    place = ".".join(f"{axis}{coords[axis]}" for axis in sorted(coords))
+    return [
+        LogicalTensor.whole(f"rng/{place}/{name}", tensor, Role.RNG, per_rank=True)
+        for name, tensor in generator_tensors().items()
+    ]
+
+
+def _restore_generators(checkpoint: Checkpoint, coords: dict[str, int], comm: Communicator) -> None:
+    items = _generator_items(coords)
+    load_into(checkpoint, items, comm=comm)
+    load_generator_tensors({item.name.rsplit("/", 1)[1]: item.tensor for item in items})
+
+
+def _raise_first(fault: str | None, comm: Communicator) -> None:
+    """All ranks raise the first rank's fault alike."""
+    faults = comm.gather(fault)
+    verdict = None if faults is None else next((f for f in faults if f is not None), None)
+    verdict = comm.broadcast(verdict)
+    if verdict is not None:
+        raise ResumeError(verdict)

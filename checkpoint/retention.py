@@ -1,0 +1,172 @@
+"""Which checkpoints of a folder are whole, which one to resume from, and which ones may go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoint.fileops import FileOps, naming, remove_tree, write_file
+from checkpoint.layout import (
+    DELETING,
+    LATEST,
+    MANIFEST,
+    TEMPORARY,
+    CheckpointError,
+    checkpoint_dirs,
+    describe,
+    is_temporary,
+    step_of,
+)
+from checkpoint.manifest import incomplete_because
+from qeffect_lm.contract.errors import ResumeError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Found:
+    """One ``step_…`` directory: ``fault`` is None when it is complete, else why it is not."""
+
+    step: int
+    path: Path
+    fault: str | None
+
+
+def scan(root: Path) -> list[Found]:
+    """Every ``step_…`` directory of ``root`` in numeric order. Other entries are nobody's business here."""
+    return [Found(step, path, incomplete_because(path)) for step, path in checkpoint_dirs(root)]
+
+
+def newest_complete(root: Path) -> Path | None:
+    """The complete checkpoint with the highest number, or None."""
+    for _, path in reversed(checkpoint_dirs(root)):
+        if incomplete_because(path) is None:
+            return path
+    return None
+
+
+def find_resumable(root: Path) -> Path | None:
+    """The newest complete checkpoint by number; None when there is nothing to resume (no folder, nothing in
+    it).
+
+    ``latest`` is only a hint and not needed. Incomplete checkpoints newer than the answer are skipped with a
+    warning. A save or a removal that was interrupted leaves a ``.tmp-…`` directory: it was never a
+    checkpoint, so it does not stand in the way of a fresh start, but is warned about. Raises
+    :class:`ResumeError` listing what is there when only partial checkpoints exist, or when ``latest`` names
+    one that is gone: never a silent fresh start.
+    """
+    skipped: list[str] = []
+    for step, path in reversed(checkpoint_dirs(root)):
+        fault = incomplete_because(path)
+        if fault is None:
+            for line in skipped:
+                log.warning(
+                    "skipping an incomplete checkpoint, resuming from step %d instead: %s", step, line
+                )
+            return path
+        skipped.append(f"{path.name}: {fault}")
+    if skipped:
+        listing = "".join(f"\n  {line}" for line in skipped)
+        raise ResumeError(
+            f"{root} holds no complete checkpoint, only partial ones:{listing}\n"
+            "Restore one of them, or move them away to start afresh"
+        )
+    pointer = latest_name(root)
+    if pointer is not None:
+        raise ResumeError(
+            f"{root / LATEST} names {pointer}, which is not there, nor is any other checkpoint. "
+            f"Bring it back, or remove {root / LATEST} to start afresh"
+        )
+    for path in temporaries(root):
+        log.warning(
+            "%s was left by an interrupted save and holds no checkpoint; nothing to resume from", path
+        )
+    return None
+
+
+def resolve(path: Path) -> Path:
+    """A checkpoint directory from itself or from the folder above it (by ``latest``, else the newest
+    complete).
+
+    Raises :class:`CheckpointError` when there is none.
+    """
+    if (path / MANIFEST).exists() or step_of(path.name) is not None:
+        return path
+    pointer = latest_name(path)
+    if pointer is not None and incomplete_because(path / pointer) is None:
+        return path / pointer
+    newest = newest_complete(path)
+    if newest is None:
+        what = "does not exist" if not path.exists() else "is no checkpoint and holds no complete one"
+        raise CheckpointError(f"{path} {what}")
+    return newest
+
+
+def latest_name(root: Path) -> str | None:
+    """What the file ``latest`` says, or None when it is missing or does not name a checkpoint."""
+    try:
+        name = (root / LATEST).read_text(errors="replace").strip()
+    except OSError:
+        return None
+    return name if step_of(name) is not None else None
+
+
+def write_latest(root: Path, name: str, ops: FileOps) -> None:
+    """Point ``latest`` at ``name`` atomically and durably. Raises :class:`CheckpointError`; then it is
+    unchanged.
+    """
+    staged = root / (TEMPORARY + LATEST)
+    write_file(ops, staged, f"{name}\n".encode())
+    with naming("update", root / LATEST):
+        ops.rename(staged, root / LATEST)
+        ops.fsync_dir(root)
+
+
+def temporaries(root: Path) -> list[Path]:
+    """Leftovers of interrupted saves and removals in ``root``."""
+    try:
+        return sorted(path for path in root.iterdir() if is_temporary(path.name) and _own_directory(path))
+    except OSError:
+        return []
+
+
+def sweep(root: Path, ops: FileOps) -> None:
+    """Remove those leftovers; what cannot be removed is warned about and stays."""
+    _remove(temporaries(root), ops)
+
+
+def retain(root: Path, keep: int, just_saved: Path, ops: FileOps) -> None:
+    """Remove complete checkpoints beyond the ``keep`` newest (0: keep all), in numeric order, oldest first.
+
+    ``just_saved`` always stays. Incomplete, foreign and linked directories are never touched. A removal first
+    renames the directory, so that one that is interrupted leaves no half checkpoint. Failures are warnings:
+    the new checkpoint is safe by now, and a run does not end because an old one would not go.
+    """
+    try:
+        for path in _beyond(root, keep):
+            if path != just_saved:
+                ops.rename(path, root / (DELETING + path.name))
+    except (OSError, CheckpointError) as error:
+        log.warning("cannot remove old checkpoints in %s: %s", root, describe(error))
+    sweep(root, ops)
+
+
+def _beyond(root: Path, keep: int) -> list[Path]:
+    if keep <= 0:
+        return []
+    complete = [found.path for found in scan(root) if found.fault is None and _own_directory(found.path)]
+    return complete[:-keep]
+
+
+def _own_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _remove(paths: Iterable[Path], ops: FileOps) -> None:
+    for path in paths:
+        try:
+            remove_tree(ops, path)
+        except OSError as error:
+            log.warning("cannot remove %s, remove it by hand: %s", path, describe(error))

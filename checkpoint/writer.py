@@ -1,0 +1,401 @@
+"""Saving: every rank writes one shard, rank 0 commits, and all ranks learn the same outcome.
+
+Order of the commit: temporary directory → shards, each fsynced → all ranks report → manifest, fsync → fsync
+of the directory → rename → fsync of the parent → ``latest`` → retention. A reader therefore sees a whole
+checkpoint or none. Ranks talk three times (prepared? shard written? committed?), and each answer carries
+success or failure, so that a rank that fails never leaves the others waiting.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from checkpoint.comm import Communicator
+from checkpoint.fileops import FileOps, naming, remove_tree, write_file
+from checkpoint.layout import (
+    MANIFEST,
+    Box,
+    CheckpointError,
+    describe,
+    natural_key,
+    step_name,
+    temporary_name,
+    tiling_fault,
+)
+from checkpoint.manifest import (
+    FileEntry,
+    Manifest,
+    RankEntry,
+    SliceEntry,
+    TensorEntry,
+    incomplete_because,
+    library_versions,
+    plain_json,
+)
+from checkpoint.reader import Checkpoint
+from checkpoint.retention import newest_complete, retain, sweep, write_latest
+from checkpoint.shards import Segment, dtype_name, header, write_shard
+from qeffect_lm.state import LogicalTensor
+
+log = logging.getLogger(__name__)
+
+
+def save_checkpoint(
+    root: Path,
+    step: int,
+    tensors: Sequence[LogicalTensor],
+    meta: dict[str, Any],
+    comm: Communicator,
+    coords: dict[str, int],
+    keep: int = 0,
+    rank_meta: dict[str, Any] | None = None,
+    *,
+    ops: FileOps | None = None,
+) -> Path:
+    """Write ``root/step_<step>/`` from all ranks together and return its path; collective over ``comm``.
+
+    ``tensors`` is everything this rank holds; it writes what it owns (coordinate 0 on each of a tensor's
+    replicated axes, or ``per_rank``). ``meta`` is free JSON and taken from rank 0, ``rank_meta`` is kept per
+    rank. ``coords`` gives this rank's mesh coordinates (a missing axis counts as 0). ``keep`` is the number
+    of complete checkpoints that stay (0: all).
+
+    Raises :class:`CheckpointError` on every rank alike when any rank fails; the message names rank, path and
+    cause and the checkpoint that survives. ``latest`` is then unchanged. A complete checkpoint of the same
+    step is never overwritten; an incomplete one is moved aside.
+    """
+    save = _Save(Path(root), step, ops or FileOps())
+    prepared = _attempt(comm.rank, lambda: save.prepare(keep)) if comm.rank == 0 else _Outcome()
+    save.raise_failures(comm.broadcast(save.verdict([prepared])))
+
+    outcome = _attempt(comm.rank, lambda: save.write_own(tensors, comm.rank, coords, rank_meta or {}))
+    outcomes = comm.gather(outcome)
+    verdict = None
+    if outcomes is not None:
+        committed = _Outcome()
+        if all(other.failure is None for other in outcomes):
+            committed = _attempt(0, lambda: save.commit([other.result for other in outcomes], meta))
+        verdict = save.verdict([*outcomes, committed])
+    save.raise_failures(comm.broadcast(verdict))
+    if comm.rank == 0:
+        retain(save.root, keep, save.final, save.ops)
+    return save.final
+
+
+def rewrite_checkpoint(
+    source: Checkpoint, root: Path, replace: Mapping[str, Tensor], *, ops: FileOps | None = None
+) -> Path:
+    """Copy a checkpoint to ``root/step_<same>/`` as one shard, with some logical tensors given other values.
+
+    Meta data and ranks are taken over. For experiments on saved state, such as a control run with one scale
+    changed. Raises :class:`CheckpointError` for names, shapes or dtypes that do not match the source, and as
+    :func:`save_checkpoint` does.
+    """
+    unknown = sorted(set(replace) - set(source.names()))
+    if unknown:
+        raise CheckpointError(f"{source.path} has no tensor {unknown[0]!r} to replace")
+    tensors = []
+    for name in source.names():
+        entry = source.manifest.tensors[name]
+        value = replace[name] if name in replace else source.read(name)
+        if tuple(value.shape) != entry.shape or dtype_name(value.dtype) != entry.dtype:
+            raise CheckpointError(
+                f"{name!r} is {entry.dtype} {list(entry.shape)}, not {value.dtype} {list(value.shape)}"
+            )
+        tensors.append(
+            LogicalTensor(
+                name, value, entry.role, entry.shape, (0,) * len(entry.shape), entry.axes, (), entry.per_rank
+            )
+        )
+    save = _Save(Path(root), source.step, ops or FileOps())
+
+    def body() -> None:
+        save.prepare(0)
+        report = save.write_own(tensors, 0, {}, {})
+        save.commit([report], source.meta, ranks=source.manifest.ranks)
+
+    save.raise_failures(save.verdict([_attempt(0, body)]))
+    return save.final
+
+
+@dataclass(frozen=True)
+class _Written:
+    """One slice as its writer reports it, with what it believes about the logical tensor."""
+
+    name: str
+    description: dict[str, Any]
+    part: dict[str, Any]
+
+    @property
+    def box(self) -> Box:
+        return Box(self.part["start"], self.part["shape"])
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a rank tells rank 0 after its shard is on disk; plain data, so that it travels by any means."""
+
+    rank: int
+    coords: dict[str, int]
+    meta: dict[str, Any]
+    file: tuple[str, int, str] | None
+    written: list[_Written]
+    held: dict[str, dict[str, Any]]  # tensors this rank left to another, and its description of them
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """The result of a piece of work, or why it failed."""
+
+    result: Any = None
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What rank 0 tells everybody: the failures of all ranks, and what that leaves on disk."""
+
+    failures: list[str] = field(default_factory=list)
+    aftermath: str = ""
+
+
+def _attempt(rank: int, work: Callable[[], Any]) -> _Outcome:
+    """Run ``work``; every exception becomes a failure to report, because a rank that left would hang the
+    others.
+    """
+    try:
+        return _Outcome(result=work())
+    except Exception as error:
+        log.debug("rank %d failed while saving", rank, exc_info=True)
+        return _Outcome(failure=f"rank {rank}: {describe(error)}")
+
+
+class _Save:
+    """One save: its paths and its three pieces of work."""
+
+    def __init__(self, root: Path, step: int, ops: FileOps) -> None:
+        self.root = root
+        self.step = step
+        self.ops = ops
+        self.temporary = root / temporary_name(step)
+        self.final = root / step_name(step)
+        self._renamed = False
+
+    def prepare(self, keep: int) -> None:
+        """Rank 0: make the temporary directory, after clearing what dead saves left behind."""
+        if self.step < 0 or keep < 0:
+            raise CheckpointError(f"step {self.step} and keep {keep} must not be negative")
+        if not self.root.is_dir():
+            with naming("create", self.root):
+                self.ops.mkdir(self.root, parents=True)
+                self.ops.fsync_dir(self.root.parent)
+        if self.final.exists() and incomplete_because(self.final) is None:
+            raise CheckpointError(
+                f"{self.final} exists already and is complete; a checkpoint is never overwritten. "
+                "Move it away or save to another folder"
+            )
+        sweep(self.root, self.ops)
+        with naming("create", self.temporary):
+            self.ops.mkdir(self.temporary)
+
+    def write_own(
+        self, tensors: Sequence[LogicalTensor], rank: int, coords: dict[str, int], meta: dict[str, Any]
+    ) -> _Report:
+        """Every rank: write this rank's shard (none when it owns nothing) and say what is in it."""
+        meta = plain_json(meta, "rank_meta")
+        own, held = [], {}
+        for item in tensors:
+            _check(item)
+            if _owns(item, coords):
+                own.append(item)
+            else:
+                held[item.name] = _description(item)
+        own.sort(key=lambda item: (-item.tensor.element_size(), natural_key(item.name), item.start))
+        file_name = f"rank{rank:05d}.safetensors"
+        segments = _segments(own)
+        if not own:
+            return _Report(rank, dict(coords), meta, None, [], held)
+        data = [item.tensor for item in own]
+        size, sha256, digests = write_shard(self.ops, self.temporary / file_name, segments, data)
+        offset = len(header(segments))
+        written = []
+        for item, segment, digest in zip(own, segments, digests, strict=True):
+            part = {
+                "file": file_name,
+                "key": segment.key,
+                "start": tuple(item.start),
+                "shape": segment.shape,
+                "offset": offset + segment.begin,
+                "sha256": digest,
+            }
+            written.append(_Written(item.name, _description(item), part))
+        return _Report(rank, dict(coords), meta, (file_name, size, sha256), written, held)
+
+    def commit(
+        self, reports: list[_Report], meta: dict[str, Any], ranks: tuple[RankEntry, ...] | None = None
+    ) -> None:
+        """Rank 0: check that the slices are the whole state, seal them with the manifest, publish the
+        directory.
+        """
+        files = {report.file[0]: report.file[1:] for report in reports if report.file}
+        for report in reports:
+            if report.file:
+                self._check_visible(report.rank, *report.file[:2])
+        manifest = Manifest(
+            step=self.step,
+            meta=plain_json(meta, "meta"),
+            ranks=ranks or tuple(RankEntry(rank=r.rank, coords=r.coords, meta=r.meta) for r in reports),
+            versions=library_versions(),
+            files={name: FileEntry(size=size, sha256=sha) for name, (size, sha) in files.items()},
+            tensors=_assemble(reports),
+        )
+        write_file(self.ops, self.temporary / MANIFEST, manifest.to_bytes())
+        with naming("sync", self.temporary):
+            self.ops.fsync_dir(self.temporary)
+        self._move_aside()
+        with naming("rename into place", self.temporary):
+            self.ops.rename(self.temporary, self.final)
+        self._renamed = True
+        with naming("sync", self.root):
+            self.ops.fsync_dir(self.root)
+        write_latest(self.root, self.final.name, self.ops)
+
+    def verdict(self, outcomes: Sequence[_Outcome]) -> _Verdict:
+        """Rank 0: collect the failures; clear the temporary directory and look what survives."""
+        failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+        if not failures:
+            return _Verdict()
+        if self._renamed:
+            return _Verdict(failures, f"{self.final} itself is complete, but `latest` may name an older one")
+        if self.temporary.is_dir():
+            try:
+                remove_tree(self.ops, self.temporary)
+            except OSError as error:
+                log.warning("cannot remove %s, remove it by hand: %s", self.temporary, describe(error))
+        try:
+            previous = newest_complete(self.root)
+        except CheckpointError:  # an unreadable folder is the failure itself, nothing was changed in it
+            return _Verdict(failures, f"Nothing in {self.root} was changed")
+        if previous is None:
+            return _Verdict(failures, f"There is no earlier checkpoint in {self.root}")
+        return _Verdict(failures, f"The previous checkpoint {previous} survives and `latest` is unchanged")
+
+    def raise_failures(self, verdict: _Verdict) -> None:
+        """Every rank: raise the common error, if there is one."""
+        if verdict.failures:
+            causes = "; ".join(verdict.failures)
+            raise CheckpointError(
+                f"the checkpoint of step {self.step} was not saved: {causes}. {verdict.aftermath}"
+            )
+
+    def _check_visible(self, rank: int, name: str, size: int) -> None:
+        path = self.temporary / name
+        seen = os.stat(path).st_size if path.exists() else None
+        if seen != size:
+            raise CheckpointError(
+                f"{path}, written by rank {rank} with {size} bytes, is "
+                f"{'missing' if seen is None else f'{seen} bytes long'} as rank 0 sees it: "
+                "all ranks must share one checkpoint folder"
+            )
+
+    def _move_aside(self) -> None:
+        if not self.final.exists():
+            return
+        number = 1
+        while (aside := self.final.with_name(f"{self.final.name}.partial-{number}")).exists():
+            number += 1
+        log.warning("moving the incomplete checkpoint %s aside to %s", self.final, aside.name)
+        with naming("move aside", self.final):
+            self.ops.rename(self.final, aside)
+
+
+def _owns(item: LogicalTensor, coords: Mapping[str, int]) -> bool:
+    return item.per_rank or all(coords.get(axis, 0) == 0 for axis in item.replicated)
+
+
+def _check(item: LogicalTensor) -> None:
+    dtype_name(item.tensor.dtype)
+    ranks = {len(item.global_shape), len(item.start), len(item.axes), item.tensor.dim()}
+    if len(ranks) != 1:
+        raise CheckpointError(f"tensor {item.name!r}: shape, start, axes and storage differ in dimensions")
+    box = Box(tuple(item.start), tuple(item.tensor.shape))
+    if not box.fits(item.global_shape):
+        raise CheckpointError(
+            f"tensor {item.name!r}: its piece {box} does not fit into the shape {list(item.global_shape)}"
+        )
+
+
+def _description(item: LogicalTensor) -> dict[str, Any]:
+    return {
+        "shape": tuple(item.global_shape),
+        "dtype": dtype_name(item.tensor.dtype),
+        "role": item.role.value,
+        "axes": tuple(item.axes),
+        "per_rank": item.per_rank,
+    }
+
+
+def _segments(own: Sequence[LogicalTensor]) -> list[Segment]:
+    """Keys and places in the data part; a second piece of one logical tensor gets a numbered key."""
+    segments: list[Segment] = []
+    keys = {"__metadata__"}
+    begin = 0
+    for item in own:
+        key, number = item.name, 1
+        while key in keys:
+            key, number = f"{item.name}#{number}", number + 1
+        keys.add(key)
+        dtype = dtype_name(item.tensor.dtype)
+        segments.append(Segment(key, dtype, tuple(item.tensor.shape), begin))
+        begin += segments[-1].nbytes
+    return segments
+
+
+def _assemble(reports: Sequence[_Report]) -> dict[str, TensorEntry]:
+    """The logical tensors out of all ranks' slices. Raises :class:`CheckpointError` unless each is tiled
+    once.
+    """
+    found: dict[str, list[tuple[int, _Written]]] = {}
+    for report in reports:
+        for written in report.written:
+            found.setdefault(written.name, []).append((report.rank, written))
+    entries = {}
+    for name in sorted(found, key=natural_key):
+        slices = found[name]
+        description = slices[0][1].description
+        for rank, written in slices:
+            _agree(name, slices[0][0], description, rank, written.description)
+        labels = [f"rank {rank}'s slice" for rank, _ in slices]
+        fault = tiling_fault(description["shape"], [written.box for _, written in slices], labels)
+        if fault:
+            raise CheckpointError(f"tensor {name!r} is not written exactly once: {fault}")
+        parts = [SliceEntry(**written.part) for _, written in slices]
+        entries[name] = TensorEntry(**description, slices=tuple(_with_elements(parts)))
+    for report in reports:
+        for name, description in report.held.items():
+            if name not in found:
+                raise CheckpointError(
+                    f"tensor {name!r} is held by rank {report.rank} as a replica, but no rank owns it"
+                )
+            _agree(name, found[name][0][0], found[name][0][1].description, report.rank, description)
+    return entries
+
+
+def _agree(name: str, rank: int, first: Mapping[str, Any], other_rank: int, other: Mapping[str, Any]) -> None:
+    for key, value in first.items():
+        if other[key] != value:
+            raise CheckpointError(
+                f"tensor {name!r}: {key} is {value!r} on rank {rank} and {other[key]!r} on rank {other_rank}"
+            )
+
+
+def _with_elements(parts: list[SliceEntry]) -> list[SliceEntry]:
+    """Pieces without elements say nothing, except that one of them keeps an empty tensor known."""
+    solid = sorted((part for part in parts if part.box.volume), key=lambda part: part.start)
+    return solid or parts[:1]

@@ -1,0 +1,1 @@
+"""Pipeline schedules, their validation and the engine that runs them."""

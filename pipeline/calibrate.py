@@ -1,0 +1,50 @@
+"""Calibration: where do scales come from before there is a history?
+
+Our own high-precision F and I of microbatch 0 through all stages, with the step's loss divisor. It records each role's amax,
+max-reduced over DP and TP, and leaves nothing else behind: no gradient, no random draw, no data consumed. Its commit makes
+epoch 1. (With scale 1, E5M2 would flush most gradients to zero.)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pipeline.engine import Engine, StepInput
+from qeffect_lm.contract.timeline import Direction
+from qeffect_lm.layers.context import Phase
+from qeffect_lm.layers.dropout import host_key
+
+
+def calibrate(engine: Engine, batch: StepInput) -> None:
+    """Calibrate all roles of the engine's rank on microbatch 0 of ``batch``; collective over the pipeline.
+
+    Raises:
+        PeerLostError: a neighbour died.
+    """
+    engine.divisor.fill_(batch.tokens)
+    order = sorted(engine.stages)
+    slots = {index: engine.stages[index].make_slot(Phase.CALIBRATE) for index in order}
+    for index in order:
+        stage, slot = engine.stages[index], slots[index]
+        slot.context.key.fill_(host_key("calibration", engine.mesh.coord("dp")))
+        if stage.first:
+            slot.x.copy_(batch.inputs[0])
+        else:
+            engine.fetch(slots, index, "F")
+        if stage.last:
+            assert slot.context.targets is not None and slot.context.loss_mask is not None
+            slot.context.targets.copy_(batch.targets[0])
+            slot.context.loss_mask.copy_(batch.loss_mask[0])
+        stage.forward(slot, None)
+        engine.deliver(slots, index, "F")
+    for index in reversed(order):
+        stage, slot = engine.stages[index], slots[index]
+        if not stage.last:
+            engine.fetch(slots, index, "B")
+        stage.input_grad(slot, None)
+        engine.deliver(slots, index, "B")
+    engine.end.reduce_amax_()
+    ledger = engine.ledger
+    ledger.commit(ledger.timeline.epochs[Direction.FORWARD], by="CALIBRATION", calibration=True)
+    with torch.no_grad():
+        ledger.timeline.roll_(engine.end.never_skip)

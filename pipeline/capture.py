@@ -1,0 +1,90 @@
+"""Capturing a rank's plan: every distinct (kind, chunk, I-slot, W-slot, beta), and the step's end, in one transaction."""
+
+from __future__ import annotations
+
+import torch
+
+from pipeline.actions import Kind
+from pipeline.engine import Captured, Engine
+from pipeline.plan import GraphKey
+from qeffect_lm.contract.leases import Slot
+from qeffect_lm.contract.ledger import Scope, Summary
+from qeffect_lm.graphs.backend import Graph, GraphBackend
+from qeffect_lm.graphs.register import HiddenStateRegister
+from qeffect_lm.graphs.transaction import transaction
+
+
+def capture(engine: Engine, backend: GraphBackend, register: HiddenStateRegister) -> Captured:
+    """Capture all graphs of the engine's rank and install them.
+
+    Declared state (parameters, gradients, scales, optimizer, generators, the ledger's account) has the same bytes before
+    and after; an exception leaves the engine eager and usable.
+
+    Raises:
+        CaptureError: something a graph must not freeze, or an address the register does not know.
+    """
+    keys = engine.plan.graph_keys(engine.rank)
+    captured = Captured()
+    with transaction(register, engine.ledger), engine.ledger.recording():
+        engine.ledger.begin_step(-1)
+        try:
+            for number, (chunk, i_slot, w_slot) in enumerate(dict.fromkeys((k.chunk, k.i_slot, k.w_slot) for k in keys)):
+                betas = sorted({k.beta for k in keys if (k.chunk, k.i_slot, k.w_slot) == (chunk, i_slot, w_slot) and k.beta is not None})
+                _capture_slot(engine, backend, register, captured, (chunk, i_slot, w_slot), betas, -1 - number)
+            for name, work in engine.end_work().items():
+
+                def end(work=work) -> None:  # noqa: ANN001 (bound now, run at once)
+                    with torch.no_grad():
+                        work()
+
+                captured.end[name] = backend.capture(name, end, register=register)
+        finally:
+            for stage in engine.stages.values():
+                for slot in stage.slots:
+                    slot.saved = None
+    engine.captured = captured
+    return captured
+
+
+def _capture_slot(
+    engine: Engine,
+    backend: GraphBackend,
+    register: HiddenStateRegister,
+    captured: Captured,
+    place: tuple[int, int, int],
+    betas: list[int],
+    microbatch: int,
+) -> None:
+    """F once, then I and W for each beta, over one pair of slots; ``microbatch`` is a number no plan uses."""
+    chunk, i_slot, w_slot = place
+    stage = engine.stages[chunk]
+    slot = stage.slots[i_slot]
+    leases = engine.ledger.leases
+    shares: list[Graph] = []
+
+    def record(kind: Kind, beta: int | None, work) -> None:  # noqa: ANN001
+        key = GraphKey(kind, chunk, i_slot, w_slot, beta)
+        summary: list[Summary] = []
+
+        def inside() -> None:
+            slots = (Slot("I", chunk, i_slot), Slot("W", chunk, w_slot))
+            with engine.ledger.action(str(kind), chunk, microbatch, beta=beta, slots=slots) as scope:
+                work(scope)
+                summary.append(scope.summarise())
+
+        label = f"{chunk}{kind} (I-slot {i_slot}, W-slot {w_slot}, beta {beta})"
+        graph = backend.capture(label, inside, register=register, shares=shares)
+        captured.actions[key] = (graph, summary[0])
+        shares.append(graph)
+
+    record(Kind.F, None, lambda scope: stage.forward(slot, scope))
+    left = leases.payloads(chunk, microbatch)
+    for number, beta in enumerate(betas):
+        leases.put_back(chunk, microbatch, left)
+        keep = number < len(betas) - 1
+
+        def input_grad(scope: Scope, keep: bool = keep) -> None:
+            stage.input_grad(slot, scope, keep=keep)
+
+        record(Kind.I, beta, input_grad)
+        record(Kind.W, beta, lambda scope: stage.weight_grad(slot, scope))

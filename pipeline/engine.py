@@ -1,0 +1,465 @@
+"""The engine: runs a plan, action by action, eagerly or from captured graphs, under the contract.
+
+One step, in time order (:meth:`Engine.step`):
+
+1. begin      the ledger opens the step; the loss divisor is written
+2. actions    the plan's F, I, W with their receives and sends, in the plan's order
+3. REDUCE     pending sends complete; main gradients and amax slots are reduced
+4. STEP       vote, norm, clip, optimizer; versions are bumped
+5. COMMIT     histories roll, epoch e → e + 1
+6. refresh    every cached weight is made once, with the new epoch's scale
+7. end        no lease, no pending transfer is left
+
+Streams are named and resolved when work is launched; every hand-over between two of them is an explicit edge.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from pipeline.actions import Action, Kind
+from pipeline.p2p import Pending, Transport
+from pipeline.plan import GraphKey, Plan
+from pipeline.stage import MicrobatchSlot, Stage
+from pipeline.step_end import StepEnd, StepResult
+from qeffect_lm.contract.leases import Slot
+from qeffect_lm.contract.ledger import BufferAccess, Ledger, Summary
+from qeffect_lm.contract.streams import Access, Event
+from qeffect_lm.contract.timeline import Direction
+from qeffect_lm.errors import QEffectError
+from qeffect_lm.fp8.cache import LAYOUTS, WeightCache
+from qeffect_lm.graphs.backend import Graph
+from qeffect_lm.layers.dropout import host_key
+from qeffect_lm.parallel.mesh import Mesh
+
+COMPUTE, COLLECTIVE = "compute", "collective"
+READ, WRITE, MERGE = Access.READ, Access.WRITE, Access.MAX_MERGE
+
+
+class StepInput(Protocol):
+    """One optimizer step of this DP rank: ``inputs``, ``targets`` ``[m, b, s]`` int64, ``loss_mask`` ``[m, b, s]`` float32, and the
+    DP-global number of valid ``tokens``."""
+
+    @property
+    def inputs(self) -> torch.Tensor: ...
+    @property
+    def targets(self) -> torch.Tensor: ...
+    @property
+    def loss_mask(self) -> torch.Tensor: ...
+    @property
+    def tokens(self) -> int: ...
+
+
+@dataclass
+class Captured:
+    """The graphs of a rank: one per :class:`GraphKey`, and the step's end by name."""
+
+    actions: dict[GraphKey, tuple[Graph, Summary]] = field(default_factory=dict)
+    end: dict[str, Graph] = field(default_factory=dict)
+
+    def fingerprint(self, plan: Plan) -> str:
+        """SHA-256 over the plan and every graph's operations: equal before a kill and after the re-capture."""
+        text = hashlib.sha256(plan.text().encode())
+        for key, (graph, _) in sorted(self.actions.items(), key=lambda item: str(item[0])):
+            text.update(f"{tuple(map(str, key))} {graph.digest}\n".encode())
+        for name, graph in sorted(self.end.items()):
+            text.update(f"{name} {graph.digest}\n".encode())
+        return text.hexdigest()
+
+    def bytes(self) -> int:
+        graphs = [graph for graph, _ in self.actions.values()] + list(self.end.values())
+        return sum(graph.pool_bytes for graph in graphs)
+
+
+class Engine:
+    """Executes one rank's part of a plan.
+
+    Args:
+        plan: validated; its slots decide the storages.
+        stages: this rank's chunks by global stage number.
+        transport: None where no neighbouring chunk is on another rank.
+        seed, dp_rank: part of every microbatch's random key.
+        compute_stream: names the stream that compute work is launched on, asked at each launch.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        mesh: Mesh,
+        stages: Mapping[int, Stage],
+        ledger: Ledger,
+        cache: WeightCache,
+        end: StepEnd,
+        divisor: torch.Tensor,
+        transport: Transport | None,
+        seed: int,
+        poison: bool = False,
+        compute_stream: Callable[[], str] = lambda: COMPUTE,
+    ) -> None:
+        self.plan, self.mesh, self.stages, self.ledger = plan, mesh, dict(stages), ledger
+        self.cache, self.end, self.divisor = cache, end, divisor
+        self._transport, self._seed, self._poison = transport, seed, poison
+        self.compute_stream = compute_stream
+        self.rank = mesh.coord("pp")
+        self.actions = plan.actions[self.rank]
+        self._slots = plan.slots[self.rank]
+        self.captured: Captured | None = None
+        self._pending: dict[tuple[str, int, int], Pending] = {}  # (RECV_F…, chunk, microbatch), or slot for sends
+        self._events: dict[tuple[str, int, int], Event] = {}
+        self._batch: StepInput | None = None
+        self._step = 0
+        self._broken: str | None = None
+        self._handlers: dict[Kind, Callable[[Action], None]] = {
+            Kind.F: self._forward,
+            Kind.I: self._input_grad,
+            Kind.W: self._weight_grad,
+            Kind.B: self._backward,
+            Kind.SEND_F: self._send,
+            Kind.SEND_B: self._send,
+            Kind.RECV_F: self._receive,
+            Kind.RECV_B: self._receive,
+            Kind.COMMIT: self._commit,
+            Kind.REDUCE: self._reduce,
+            Kind.STEP: self._optimizer_step,
+        }
+        if ledger.timeline.window == "step":
+            for kind, direction in ((Kind.F, Direction.FORWARD), (Kind.I, Direction.BACKWARD)):
+                mine = [a for a in self.actions if a.kind in (kind, Kind.B if kind is Kind.I else kind)]
+                ledger.timeline.expect(direction, [(str(kind), *a.key) for a in mine])
+
+    # ---- the step ----------------------------------------------------------------------------------------------
+
+    def step(self, step: int, batch: StepInput) -> StepResult:
+        """Run optimizer step ``step`` (0-based) on ``batch``.
+
+        An exception before the optimizer began leaves nothing of the step behind, and the next step is clean.
+
+        Raises:
+            ContractViolation: at the first illegal action.
+            PeerLostError: a neighbour died.
+        """
+        if self._broken is not None:
+            raise QEffectError(f"{self._broken}: restart from the last checkpoint")
+        self._step, self._batch = step, batch
+        open_amax = self.ledger.timeline.open_amax.clone()
+        stage_of_step = "actions"
+        try:
+            self.ledger.begin_step(step)
+            self.divisor.fill_(batch.tokens)
+            for action in self.actions:
+                if action.kind is Kind.STEP:
+                    stage_of_step = "optimizer"
+                self._handlers[action.kind](action)
+            self._refresh()
+            self._settle()
+            self.ledger.end_step()
+        except BaseException:
+            self._abandon(open_amax)
+            if stage_of_step == "optimizer":
+                self._broken = f"step {step} failed while the optimizer ran, its state may be half-updated"
+            raise
+        self._batch = None
+        return self.end.result()
+
+    def _abandon(self, open_amax: torch.Tensor) -> None:
+        self._batch = None
+        self._pending.clear()
+        self._events.clear()
+        for stage in self.stages.values():
+            for slot in stage.slots:
+                slot.saved = None
+        with torch.no_grad():
+            self.ledger.timeline.open_amax.copy_(open_amax)
+        self.ledger.abandon_step()
+
+    # ---- compute actions ---------------------------------------------------------------------------------------
+
+    def _forward(self, action: Action) -> None:
+        chunk, microbatch = action.key
+        stage, i, slot = self._place(action)
+        self._arrive("RECV_F", "recv_F", chunk, microbatch)
+        self._reuse(("SEND_F", chunk, i), "send_F")
+        self._write_inputs(stage, slot, i, microbatch)
+        w = self._slots.w_slots.index[action.key]
+        self._launch(
+            action,
+            [
+                (("x", chunk, i), READ),
+                (("retained_I", chunk, i), WRITE),
+                (("retained_W", chunk, w), WRITE),
+                (("out", chunk, i), WRITE),
+                *_PARAMETER_READS,
+                ("amax_forward", MERGE),
+            ],
+        )
+        self._run(action, lambda scope: stage.forward(slot, scope))
+        if stage.last:
+            self._launch(action, [(("out", chunk, i), READ), ("losses", WRITE)])
+            self.end.losses[microbatch].copy_(slot.out)
+        elif chunk + 1 in self.stages:
+            self._hand_over(action, slot.out, "x", chunk + 1, microbatch)
+
+    def _input_grad(self, action: Action) -> None:
+        chunk, microbatch = action.key
+        stage, i, slot = self._place(action)
+        self._arrive("RECV_B", "recv_B", chunk, microbatch)
+        self._reuse(("SEND_B", chunk, i), "send_B")
+        w = self._slots.w_slots.index[action.key]
+        accesses: list[BufferAccess] = [
+            (("dy", chunk, i), READ),
+            (("x", chunk, i), READ),
+            (("retained_I", chunk, i), READ),
+            (("retained_W", chunk, w), WRITE),
+            *_PARAMETER_READS,
+            ("amax_backward", MERGE),
+            (("grads", chunk), WRITE),
+        ]
+        if not stage.first:
+            accesses.append((("dx", chunk, i), WRITE))
+        self._launch(action, accesses)
+        self._run(action, lambda scope: stage.input_grad(slot, scope))
+        self._mark(f"{Kind.I}", chunk, microbatch)
+        if not stage.first and chunk - 1 in self.stages:
+            assert slot.dx is not None
+            self._hand_over(action, slot.dx, "dy", chunk - 1, microbatch)
+
+    def _weight_grad(self, action: Action) -> None:
+        chunk, microbatch = action.key
+        stage, _, slot = self._place(action)
+        w = self._slots.w_slots.index[action.key]
+        after = self._events.pop((f"{Kind.I}", chunk, microbatch), None)
+        if after is not None:
+            self.ledger.streams.wait(self.compute_stream(), after)
+        self._launch(action, [(("retained_W", chunk, w), READ), (("grads", chunk), WRITE)])
+        self._run(action, lambda scope: stage.weight_grad(slot, scope))
+        self._mark("grads", chunk, 0)
+        if self._poison and self.captured is not None:
+            self._poison_pool(self.plan.graph_key(action))
+
+    def _backward(self, action: Action) -> None:
+        """B is I and W in one."""
+        raise QEffectError(f"{action}: the engine runs I and W; lower B to them first")
+
+    def _run(self, action: Action, work: Callable) -> None:
+        """One compute action: its graph if there is one, else eagerly; the ledger sees the same effects."""
+        chunk, microbatch = action.key
+        key = self.plan.graph_key(action)
+        slots = (Slot("I", chunk, key.i_slot), Slot("W", chunk, key.w_slot))
+        if self.captured is not None:
+            graph, summary = self.captured.actions[key]
+            self.ledger.replay(summary, chunk, microbatch, slots=slots)
+            graph.replay()
+        else:
+            with self.ledger.action(str(action.kind), chunk, microbatch, beta=key.beta, slots=slots) as scope:
+                work(scope)
+
+    def _write_inputs(self, stage: Stage, slot: MicrobatchSlot, i: int, microbatch: int) -> None:
+        """Key, and where they are needed tokens and targets, into the slot (written, never replaced)."""
+        assert self._batch is not None
+        accesses: list[BufferAccess] = [(("key", stage.index, i), WRITE)]
+        context = slot.context
+        key = host_key(self._seed, self._step, microbatch, self.mesh.coord("dp"))
+        context.key.fill_(key)
+        if stage.first:
+            accesses.append((("x", stage.index, i), WRITE))
+            slot.x.copy_(self._batch.inputs[microbatch])
+        if stage.last:
+            assert context.targets is not None and context.loss_mask is not None
+            accesses.append((("targets", stage.index, i), WRITE))
+            context.targets.copy_(self._batch.targets[microbatch])
+            context.loss_mask.copy_(self._batch.loss_mask[microbatch])
+        self.ledger.launch(self.compute_stream(), accesses, f"{stage.index}INPUT{microbatch}")
+
+    def _place(self, action: Action) -> tuple[Stage, int, MicrobatchSlot]:
+        stage = self.stages[action.key[0]]
+        i = self._slots.i_slots.index[action.key]
+        return stage, i, stage.slots[i]
+
+    def _hand_over(self, action: Action, source: torch.Tensor, buffer: str, chunk: int, microbatch: int) -> None:
+        """Between two chunks of one rank: the producer's result into the consumer's slot."""
+        i = self._slots.i_slots.index[chunk, microbatch]
+        mine = "out" if buffer == "x" else "dx"
+        source_i = self._slots.i_slots.index[action.key]
+        self._launch(action, [((mine, action.key[0], source_i), READ), ((buffer, chunk, i), WRITE)])
+        target = self.stages[chunk].slots[i]
+        (target.x if buffer == "x" else target.dy).copy_(source)
+
+    def _poison_pool(self, key: GraphKey) -> None:
+        """Debug: what the microbatch's F retained becomes NaN, so that a use after release shows in the numbers."""
+        assert self.captured is not None
+        forward = self.captured.actions[key._replace(kind=Kind.F, beta=None)][0]
+        for tensor in forward.pool():
+            if tensor.dtype in (torch.float32, torch.float64, torch.bfloat16):
+                tensor.fill_(float("nan"))
+
+    # ---- transfers ---------------------------------------------------------------------------------------------
+
+    def _send(self, action: Action) -> None:
+        chunk, microbatch = action.key
+        stage, i, slot = self._place(action)
+        direction = "F" if action.kind is Kind.SEND_F else "B"
+        peer = self.plan.placement.ranks[chunk + 1 if direction == "F" else chunk - 1]
+        buffer, tensor = ("out", slot.out) if direction == "F" else ("dx", slot.dx)
+        assert self._transport is not None and tensor is not None
+        stream = f"send_{direction}"
+        self._edge(self.compute_stream(), stream)  # the producer is done before the send starts
+        self.ledger.launch(stream, [((buffer, chunk, i), READ)], str(action))
+        self._pending[str(action.kind), chunk, i] = self._transport.send(tensor, peer, direction, chunk, microbatch)
+
+    def _receive(self, action: Action) -> None:
+        chunk, microbatch = action.key
+        _, i, slot = self._place(action)
+        direction = "F" if action.kind is Kind.RECV_F else "B"
+        source = chunk - 1 if direction == "F" else chunk + 1
+        peer = self.plan.placement.ranks[source]
+        buffer, tensor = ("x", slot.x) if direction == "F" else ("dy", slot.dy)
+        assert self._transport is not None
+        stream = f"recv_{direction}"
+        self._edge(self.compute_stream(), stream)  # the buffer's last reader is done before it is written
+        self.ledger.launch(stream, [((buffer, chunk, i), WRITE)], str(action))
+        pending = self._transport.receive(tensor, peer, direction, source, microbatch)
+        self._pending[str(action.kind), chunk, microbatch] = pending
+
+    def _arrive(self, kind: str, stream: str, chunk: int, microbatch: int) -> None:
+        """Compute waits for what it is about to read."""
+        pending = self._pending.pop((kind, chunk, microbatch), None)
+        if pending is not None:
+            pending.wait()
+            self._edge(stream, self.compute_stream())
+
+    def _reuse(self, key: tuple[str, int, int], stream: str) -> None:
+        """A send holds its buffer until it completed: compute waits for it before it writes there again."""
+        pending = self._pending.pop(key, None)
+        if pending is not None:
+            pending.wait()
+            self._edge(stream, self.compute_stream())
+
+    def _settle(self) -> None:
+        """No transfer outlives its step."""
+        for key in list(self._pending):
+            self._reuse(key, key[0].lower().replace("_f", "_F").replace("_b", "_B"))
+        self._events.clear()
+
+    # ---- blocking transfers outside a step (calibration, evaluation) ------------------------------------------
+
+    def fetch(self, slots: Mapping[int, MicrobatchSlot], chunk: int, direction: str, microbatch: int = 0) -> None:
+        """Receive the input (``F``) or output gradient (``B``) of ``chunk``, unless a chunk of this rank delivers it."""
+        source = chunk - 1 if direction == "F" else chunk + 1
+        if source in self.stages:
+            return
+        assert self._transport is not None
+        buffer = slots[chunk].x if direction == "F" else slots[chunk].dy
+        self._transport.receive(buffer, self.plan.placement.ranks[source], direction, source, microbatch).wait()
+
+    def deliver(self, slots: Mapping[int, MicrobatchSlot], chunk: int, direction: str, microbatch: int = 0) -> None:
+        """Send the output or input gradient of ``chunk`` to its reader; at the model's ends there is none."""
+        target = chunk + 1 if direction == "F" else chunk - 1
+        if not 0 <= target < self.plan.placement.num_chunks:
+            return
+        result = slots[chunk].out if direction == "F" else slots[chunk].dx
+        assert result is not None
+        if target in self.stages:
+            (slots[target].x if direction == "F" else slots[target].dy).copy_(result)
+            return
+        assert self._transport is not None
+        self._transport.send(result, self.plan.placement.ranks[target], direction, chunk, microbatch).wait()
+
+    # ---- the step's end ----------------------------------------------------------------------------------------
+
+    def _reduce(self, action: Action) -> None:
+        self._settle()
+        self._launch(action, [("losses", READ), ("row", WRITE)])
+        self._run_end("sum_losses", self.end.sum_losses_)
+        self._edge(self.compute_stream(), COLLECTIVE)
+        grads: list[BufferAccess] = [(("grads", chunk), WRITE) for chunk in self.stages]
+        self.ledger.launch(
+            COLLECTIVE, [*grads, ("amax_forward", MERGE), ("amax_backward", MERGE), ("row", WRITE)], "REDUCE"
+        )
+        self.end.reduce_()
+        self.end.gather_loss_()
+        self._edge(COLLECTIVE, self.compute_stream())
+
+    def _optimizer_step(self, action: Action) -> None:
+        if self.ledger.checks:
+            self.ledger.grads.check_complete(self.plan.microbatches)
+        grads: list[BufferAccess] = [(("grads", chunk), READ) for chunk in self.stages]
+        self._launch(action, [*grads, ("amax_forward", READ), ("amax_backward", READ), ("row", WRITE)])
+        self._run_end("local_sums", self.end.local_sums_)
+        self._edge(self.compute_stream(), COLLECTIVE)
+        self.ledger.launch(COLLECTIVE, [("row", READ), ("rows", WRITE)], "GATHER")
+        self.end.gather_()
+        self._edge(COLLECTIVE, self.compute_stream())
+        self._launch(action, [("rows", READ), *grads, ("parameters", WRITE), ("optimizer", WRITE)])
+        self._run_end("optimizer_step", self.end.optimizer_step_)
+        self.ledger.versions.bump()
+
+    def _commit(self, action: Action) -> None:
+        epochs = self.ledger.timeline.epochs
+        if action.chunk is None:
+            self.ledger.commit(epochs[Direction.FORWARD], by=str(action))
+            self._launch(action, [("amax_forward", WRITE), ("amax_backward", WRITE), ("scales", WRITE)])
+            self._run_end("commit", self.end.commit_)
+            return
+        direction = Direction.FORWARD if action.detail == "F" else Direction.BACKWARD
+        self.ledger.commit(epochs[direction], (direction,), str(action))
+        self._launch(action, [(f"amax_{direction}", WRITE), ("scales", WRITE)])
+        self._run_end(f"commit_{direction}", lambda: self.end.commit_direction_(direction))
+
+    def _refresh(self) -> None:
+        """All weight caches once, from the new masters with the new epoch's scales."""
+        if self.cache.names:
+            accesses: list[BufferAccess] = [("parameters", READ), ("scales", READ), ("caches", WRITE)]
+            self.ledger.launch(self.compute_stream(), [*accesses, ("amax_forward", MERGE)], "REFRESH")
+            self._run_end("refresh", self.end.refresh_)
+            self.account_refresh()
+
+    def account_refresh(self) -> None:
+        """Tell the ledger that the caches were made from the current versions."""
+        self.ledger.refreshed({name: self.cache.layer_of(name) for name in self.cache.names}, LAYOUTS)
+
+    def _run_end(self, name: str, work: Callable[[], object]) -> None:
+        if self.captured is not None:
+            self.captured.end[name].replay()
+        else:
+            with torch.no_grad():
+                work()
+
+    def end_work(self) -> dict[str, Callable[[], object]]:
+        """The pieces of the step's end that become graphs."""
+        work: dict[str, Callable[[], object]] = {
+            "sum_losses": self.end.sum_losses_,
+            "local_sums": self.end.local_sums_,
+            "optimizer_step": self.end.optimizer_step_,
+        }
+        if self.ledger.timeline.window == "step":
+            work["commit"] = self.end.commit_
+        else:
+            for direction in Direction:
+                work[f"commit_{direction}"] = lambda d=direction: self.end.commit_direction_(d)  # type: ignore[misc]
+        if self.cache.names:
+            work["refresh"] = self.end.refresh_
+        return work
+
+    # ---- streams -----------------------------------------------------------------------------------------------
+
+    def _launch(self, action: Action, accesses: list[BufferAccess]) -> None:
+        self.ledger.launch(self.compute_stream(), accesses, str(action))
+
+    def _edge(self, source: str, target: str) -> None:
+        """Work on ``target`` from here on waits for work on ``source`` so far."""
+        if self.ledger.checks:
+            self.ledger.streams.wait(target, self.ledger.streams.record(source))
+
+    def _mark(self, what: str, chunk: int, microbatch: int) -> None:
+        """Remember an event after the work just launched, for whoever continues on another stream."""
+        if self.ledger.checks:
+            self._events[what, chunk, microbatch] = self.ledger.streams.record(self.compute_stream())
+
+
+_PARAMETER_READS: tuple[BufferAccess, ...] = (("parameters", READ), ("caches", READ), ("scales", READ))

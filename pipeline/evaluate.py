@@ -1,0 +1,64 @@
+"""Evaluation: forward passes over held-out data through the same pipeline.
+
+It reads scales and cached weights, and writes no amax, no lease, no gradient; generators are put back. So training goes on
+bit for bit as if it had not run.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pipeline.engine import Engine, StepInput
+from pipeline.p2p import gather_rows
+from pipeline.stage import MicrobatchSlot
+from qeffect_lm.layers.context import Phase
+from qeffect_lm.runtime.rng import restore_generators, save_generators
+
+
+class Evaluator:
+    """Evaluates on an engine's stages, in slots of its own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._slots: dict[int, MicrobatchSlot] = {}
+
+    def run(self, batch: StepInput) -> float:
+        """Mean loss in nats per valid token over all microbatches of ``batch``; the same number on every rank.
+
+        Raises:
+            PeerLostError: a neighbour died.
+        """
+        engine = self._engine
+        generators = save_generators()
+        divisor = engine.divisor.clone()
+        engine.divisor.fill_(batch.tokens)
+        if not self._slots:
+            self._slots = {index: stage.make_slot(Phase.EVAL) for index, stage in engine.stages.items()}
+        total = torch.zeros(1, dtype=torch.float64, device=engine.divisor.device)
+        try:
+            for microbatch in range(batch.inputs.shape[0]):
+                self._forward(batch, microbatch, total)
+            rows = torch.zeros(engine.mesh.size("pp"), 1, dtype=torch.float64, device=total.device)
+            gather_rows(rows, total, engine.mesh, "pp")
+            return float(rows.sum())
+        finally:
+            engine.divisor.copy_(divisor)
+            restore_generators(generators)
+
+    def _forward(self, batch: StepInput, microbatch: int, total: torch.Tensor) -> None:
+        engine = self._engine
+        for index in sorted(engine.stages):
+            stage, slot = engine.stages[index], self._slots[index]
+            if stage.first:
+                slot.x.copy_(batch.inputs[microbatch])
+            else:
+                engine.fetch(self._slots, index, "F", microbatch)
+            if stage.last:
+                assert slot.context.targets is not None and slot.context.loss_mask is not None
+                slot.context.targets.copy_(batch.targets[microbatch])
+                slot.context.loss_mask.copy_(batch.loss_mask[microbatch])
+            stage.evaluate(slot)
+            if stage.last:
+                total.add_(slot.out.double())
+            engine.deliver(self._slots, index, "F", microbatch)
+

@@ -1,0 +1,294 @@
+"""A plan: what every rank does in one optimizer step, in which memory, with which graphs.
+
+:func:`build_plan` generates a schedule, lowers and validates it. A :class:`Plan` has one canonical text; its
+fingerprint is stored in checkpoints, and a run that resumes must have the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
+
+from pipeline.actions import Action, Kind, format_actions, parse_actions
+from pipeline.lower import lower
+from pipeline.schedules import SCHEDULES, Placement
+from pipeline.slots import Holding, SlotPlan, Slots, assign_slots
+from pipeline.validate import WINDOWS, validate
+from qeffect_lm.contract.errors import PlanError
+from qeffect_lm.errors import UsageError
+
+__all__ = [
+    "GraphKey",
+    "Holding",
+    "Plan",
+    "SlotPlan",
+    "Slots",
+    "assign_slots",
+    "build_plan",
+    "make_plan",
+    "peak_bytes",
+]
+
+FORMAT = 1
+
+
+class GraphKey(NamedTuple):
+    """What a graph is captured for. ``beta``: None for F; else 0 for a gradient's first writer, 1 after."""
+
+    kind: Kind
+    chunk: int
+    i_slot: int
+    w_slot: int
+    beta: int | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One optimizer step of all ranks. Make it with :func:`build_plan` or :func:`make_plan`, which validate.
+
+    Args:
+        schedule: its name, for people.
+        placement: which rank holds which chunk.
+        microbatches: per optimizer step.
+        window: ``"step"`` or ``"microbatch"``.
+        actions: per rank, in order, lowered.
+        allow_unordered: the plan declares that F, I and W of a chunk may leave microbatch order.
+        holding: how long buffers are kept; the slots follow from it.
+
+    ``slots[rank]`` is the colouring of that rank's slots and buffers.
+    """
+
+    schedule: str
+    placement: Placement
+    microbatches: int
+    window: str
+    actions: tuple[tuple[Action, ...], ...]
+    allow_unordered: bool = False
+    holding: Holding = Holding()
+    slots: tuple[SlotPlan, ...] = field(init=False, compare=False, repr=False)
+    _graphs: Mapping[Action, GraphKey] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "actions", tuple(tuple(row) for row in self.actions))
+        object.__setattr__(self, "slots", tuple(assign_slots(row, self.holding) for row in self.actions))
+        graphs = {}
+        for row, slots in zip(self.actions, self.slots, strict=True):
+            graphs.update(_graphs_of(row, slots))
+        object.__setattr__(self, "_graphs", MappingProxyType(graphs))
+
+    @property
+    def num_ranks(self) -> int:
+        return self.placement.num_ranks
+
+    def graph_key(self, action: Action) -> GraphKey:
+        """The graph that runs this F, I, W or B."""
+        return self._graphs[action]
+
+    def graph_keys(self, rank: int) -> list[GraphKey]:
+        """The distinct graphs a rank captures, in the order of their first use."""
+        return list(dict.fromkeys(self._graphs[action] for action in self.actions[rank] if action.is_compute))
+
+    def peak_leases(self, rank: int) -> tuple[int, int]:
+        """The most (I-slots, W-slots) that a rank holds at one moment, over all its chunks."""
+        return self.slots[rank].i_slots.peak, self.slots[rank].w_slots.peak
+
+    def validate(self) -> None:
+        """Raises PlanError unless the plan keeps every rule of :mod:`pipeline.validate`."""
+        validate(
+            self.actions,
+            self.placement,
+            self.microbatches,
+            lowered=True,
+            allow_unordered=self.allow_unordered,
+            window=self.window,
+        )
+
+    def text(self) -> str:
+        """The canonical text: a plan's fields, one a line, and one line per rank."""
+        holding = self.holding
+        lines = [
+            f"plan {FORMAT}",
+            f"schedule {self.schedule}",
+            f"placement {' '.join(map(str, self.placement.ranks))}",
+            f"microbatches {self.microbatches}",
+            f"window {self.window}",
+            f"unordered {'yes' if self.allow_unordered else 'no'}",
+            f"holding {_holding_text(holding)}",
+            *(f"rank {rank}: {format_actions(row)}" for rank, row in enumerate(self.actions)),
+        ]
+        return "\n".join(lines) + "\n"
+
+    def fingerprint(self) -> str:
+        """SHA-256 of :meth:`text`, 64 hexadecimal digits."""
+        return hashlib.sha256(self.text().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The whole plan, for a checkpoint. Slots are not stored: they follow from the actions."""
+        document = {
+            "format": FORMAT,
+            "schedule": self.schedule,
+            "placement": list(self.placement.ranks),
+            "microbatches": self.microbatches,
+            "window": self.window,
+            "allow_unordered": self.allow_unordered,
+            "holding": {
+                "border_in_i_slot": self.holding.border_in_i_slot,
+                "input_until": str(self.holding.input_until),
+                "i_slot_until": str(self.holding.i_slot_until),
+                "sends_in_flight": self.holding.sends_in_flight,
+            },
+            "actions": [format_actions(row) for row in self.actions],
+            "fingerprint": self.fingerprint(),
+        }
+        return json.dumps(document, indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            PlanError: not a plan, a newer format, a text that its fingerprint does not fit, or a plan that
+                breaks a rule.
+        """
+        try:
+            document = json.loads(text)
+            if document["format"] != FORMAT:
+                raise PlanError(f"a plan of format {document['format']}; this version reads format {FORMAT}")
+            kept = document["holding"]
+            holding = Holding(
+                kept["border_in_i_slot"],
+                Kind(kept["input_until"]),
+                Kind(kept["i_slot_until"]),
+                kept["sends_in_flight"],
+            )
+            actions = tuple(tuple(parse_actions(row)) for row in document["actions"])
+            placement = Placement(tuple(document["placement"]))
+            microbatches, window = document["microbatches"], document["window"]
+            unordered, stored = document["allow_unordered"], document["fingerprint"]
+            validate(actions, placement, microbatches, lowered=True, allow_unordered=unordered, window=window)
+            plan = cls(document["schedule"], placement, microbatches, window, actions, unordered, holding)
+        except (ValueError, KeyError, TypeError) as error:
+            raise PlanError(f"not a stored plan: {type(error).__name__}: {error}") from error
+        if stored != plan.fingerprint():
+            raise PlanError(
+                f"the stored plan was changed: stored fingerprint {stored}, actual {plan.fingerprint()}"
+            )
+        return plan
+
+
+def _holding_text(holding: Holding) -> str:
+    border = "slot" if holding.border_in_i_slot else "buffers"
+    return f"{border} {holding.input_until} {holding.i_slot_until} {holding.sends_in_flight}"
+
+
+def _graphs_of(row: Sequence[Action], slots: SlotPlan) -> dict[Action, GraphKey]:
+    first: dict[tuple[Kind, int], int] = {}  # (I or W, chunk) → the microbatch that writes first
+    for action in row:
+        for kind in (Kind.I, Kind.W) if action.kind is Kind.B else (action.kind,):
+            if action.is_compute:
+                first.setdefault((kind, action.key[0]), action.key[1])
+    graphs = {}
+    for action in row:
+        if not action.is_compute:
+            continue
+        chunk, microbatch = action.key
+        kinds = {Kind.F: (), Kind.B: (Kind.I, Kind.W)}.get(action.kind, (action.kind,))
+        betas = {int(first[kind, chunk] != microbatch) for kind in kinds}
+        if len(betas) > 1:
+            raise PlanError(
+                "B is the first writer of only one of its two kinds of gradients", action=str(action)
+            )
+        beta = betas.pop() if betas else None
+        i_slot, w_slot = slots.i_slots.index[action.key], slots.w_slots.index[action.key]
+        graphs[action] = GraphKey(action.kind, chunk, i_slot, w_slot, beta)
+    return graphs
+
+
+def make_plan(
+    name: str,
+    compute: Sequence[Sequence[Action]],
+    placement: Placement,
+    microbatches: int,
+    *,
+    window: str = "step",
+    allow_unordered: bool = False,
+    holding: Holding | None = None,
+) -> Plan:
+    """Lower and validate any compute plan. Raises PlanError (see :mod:`pipeline.validate`) or UsageError."""
+    validate(compute, placement, microbatches, lowered=False, allow_unordered=allow_unordered)
+    holding = holding or Holding()
+    rows = lower(compute, placement, window=window, i_slot_until=holding.i_slot_until)
+    actions = tuple(tuple(row) for row in rows)
+    plan = Plan(name, placement, microbatches, window, actions, allow_unordered, holding)
+    plan.validate()
+    return plan
+
+
+def build_plan(
+    schedule: str,
+    pp: int,
+    microbatches: int,
+    w_delay: int | None = 0,
+    window: str = "step",
+    chunks: int = 1,
+    *,
+    holding: Holding | None = None,
+) -> Plan:
+    """The plan of a named schedule.
+
+    Args:
+        schedule: a name in :data:`pipeline.schedules.SCHEDULES`.
+        pp: pipeline ranks, at least 1.
+        microbatches: per optimizer step, at least 1; may be below ``pp`` and need not be divisible by it.
+        w_delay: microbatches by which W trails I; None: the stage index.
+        window: ``"step"`` or ``"microbatch"``, when scales are committed.
+        chunks: chunks per rank; these schedules have one.
+        holding: how long buffers are kept; None: the defaults.
+
+    Raises:
+        UsageError: an unknown schedule or window, or numbers out of range.
+    """
+    if schedule not in SCHEDULES:
+        raise UsageError(f"unknown schedule {schedule!r}; use one of {', '.join(SCHEDULES)}")
+    if window not in WINDOWS:
+        raise UsageError(f"unknown window {window!r}; use one of {', '.join(WINDOWS)}")
+    if chunks != 1:
+        raise UsageError(f"schedule {schedule} has one chunk per rank, not {chunks}")
+    compute = SCHEDULES[schedule](pp, microbatches, w_delay)
+    return make_plan(schedule, compute, Placement.linear(pp), microbatches, window=window, holding=holding)
+
+
+def peak_bytes(
+    plan: Plan,
+    rank: int,
+    bytes_I: int | Mapping[int, int],  # noqa: N803 - the design's names
+    bytes_W: int | Mapping[int, int],  # noqa: N803
+    *,
+    bytes_input: int | Mapping[int, int] = 0,
+    bytes_output: int | Mapping[int, int] = 0,
+    bytes_grad_in: int | Mapping[int, int] = 0,
+    bytes_dx: int | Mapping[int, int] = 0,
+) -> int:
+    """Bytes of all slots and buffers of a rank: for each chunk and resource its count times its bytes.
+
+    Slots are allocated once and kept, so this is what the rank holds during the whole step. Each size is one
+    number of bytes per slot or buffer, or a mapping chunk → bytes.
+    """
+    slots = plan.slots[rank]
+    sizes = (
+        (slots.i_slots, bytes_I),
+        (slots.w_slots, bytes_W),
+        (slots.inputs, bytes_input),
+        (slots.outputs, bytes_output),
+        (slots.grad_ins, bytes_grad_in),
+        (slots.dxs, bytes_dx),
+    )
+    return sum(
+        count * (size if isinstance(size, int) else size[chunk])
+        for resource, size in sizes
+        for chunk, count in resource.count.items()
+    )

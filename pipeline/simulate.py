@@ -1,0 +1,115 @@
+"""How long a plan takes, by the cost model of "Zero Bubble Pipeline Parallelism" (Qi et al., 2024).
+
+The work of a rank runs in order, one piece at a time. A result reaches another rank ``T_comm`` after its
+producer ended; messages are pure latency and occupy no compute. The cost is the longest time, over ranks,
+from the start of the rank's first F to the end of its last work; the bubble rate is (cost − work) / cost,
+where work is m · (T_F + T_I + T_W) for one chunk per rank. Commits, reduction and the optimizer step take no
+time here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.actions import Action, Kind
+from pipeline.plan import Plan
+from pipeline.rendezvous import direction_of
+from qeffect_lm.errors import UsageError
+
+Duration = float | Sequence[float]  # one number, or one per chunk
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """``start[rank][position]`` and ``end[rank][position]`` of each action, in the unit of the durations.
+
+    ``cost`` and ``bubble`` are those of the plan; ``busy[rank]`` is the rank's compute time.
+    """
+
+    start: tuple[tuple[float, ...], ...]
+    end: tuple[tuple[float, ...], ...]
+    busy: tuple[float, ...]
+    cost: float
+    bubble: float
+
+
+def _of_chunk(duration: Duration, chunk: int) -> float:
+    return float(duration[chunk]) if isinstance(duration, Sequence) else float(duration)
+
+
+def _length(action: Action, lengths: dict[Kind, Duration]) -> float:
+    if not action.is_compute:
+        return 0.0
+    kinds = (Kind.I, Kind.W) if action.kind is Kind.B else (action.kind,)
+    return sum(_of_chunk(lengths[kind], action.key[0]) for kind in kinds)
+
+
+def simulate(
+    plan: Plan,
+    T_F: Duration,  # noqa: N803 - the paper's names
+    T_I: Duration,  # noqa: N803
+    T_W: Duration,  # noqa: N803
+    T_comm: float = 0.0,  # noqa: N803
+) -> Simulation:
+    """Run a valid plan against the clock.
+
+    Args:
+        plan: as :func:`pipeline.plan.build_plan` makes it.
+        T_F, T_I, T_W: time of one F, I, W: one number, or one per chunk. B takes T_I + T_W.
+        T_comm: latency of a message.
+
+    Raises:
+        UsageError: a negative time, no work at all, or not one time per chunk.
+    """
+    lengths: dict[Kind, Duration] = {Kind.F: T_F, Kind.I: T_I, Kind.W: T_W}
+    for duration in (*lengths.values(), T_comm):
+        listed = isinstance(duration, Sequence)
+        values = list(duration) if isinstance(duration, Sequence) else [duration]
+        if min(values, default=-1.0) < 0 or (listed and len(values) != plan.placement.num_chunks):
+            raise UsageError(f"durations must not be negative and, if a list, one per chunk: {duration}")
+    start: list[list[float]] = [[] for _ in plan.actions]
+    end: list[list[float]] = [[] for _ in plan.actions]
+    results: dict[tuple[str, int, int], float] = {}  # (direction, producer chunk, microbatch) → time
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(plan.actions):
+            while len(end[rank]) < len(row):
+                action = row[len(end[rank])]
+                ready = _ready(action, plan, results, T_comm)
+                if ready is None:
+                    break
+                begin = max(ready, end[rank][-1] if end[rank] else 0.0)
+                start[rank].append(begin)
+                end[rank].append(begin + _length(action, lengths))
+                if action.kind in (Kind.F, Kind.I, Kind.B):
+                    results[direction_of(action.kind), *action.key] = end[rank][-1]
+                moved = True
+    finished = all(len(done) == len(row) for done, row in zip(end, plan.actions, strict=True))
+    assert finished, "the plan is not valid"
+    busy = tuple(sum(_length(action, lengths) for action in row) for row in plan.actions)
+    cost = max(_extent(*rank) for rank in zip(plan.actions, start, end, strict=True))
+    if cost <= 0:
+        raise UsageError("durations are all zero: there is nothing to simulate")
+    freeze = tuple(map(tuple, start)), tuple(map(tuple, end))
+    return Simulation(*freeze, busy, cost, (cost - max(busy)) / cost)
+
+
+def _ready(
+    action: Action, plan: Plan, results: dict[tuple[str, int, int], float], t_comm: float
+) -> float | None:
+    """When an action's input from another chunk is there; None if it has not been computed yet."""
+    if action.kind not in (Kind.F, Kind.I, Kind.B):
+        return 0.0
+    (chunk, microbatch), direction = action.key, direction_of(action.kind)
+    source = plan.placement.source(chunk, direction)
+    if source is None:
+        return 0.0
+    done = results.get((direction, source, microbatch))
+    return None if done is None else done + t_comm * plan.placement.crosses(chunk, source)
+
+
+def _extent(row: Sequence[Action], start: Sequence[float], end: Sequence[float]) -> float:
+    work = [position for position, action in enumerate(row) if action.is_compute]
+    return max(end[position] for position in work) - start[work[0]]

@@ -1,0 +1,179 @@
+"""How much memory a plan needs: slots and buffers, coloured so that their number is the plan's peak.
+
+A resource is held over a span of positions in its rank's list of actions, both ends included. Two
+microbatches of a chunk may share a place when their spans do not overlap. Spans on a line form an interval
+graph, and giving each, in order of its start, the lowest free index uses exactly as many places as are ever
+held at once; no colouring uses fewer.
+
+=============  ======================================  =====================================================
+resource       held                                    exists for
+=============  ======================================  =====================================================
+``i_slots``    F (or its first arrival) → I            every microbatch: what only the input gradient reads
+``w_slots``    F → W                                   every microbatch: what the weight gradient reads
+``inputs``     RECV_F posted → last reader (F)         every microbatch (chunk 0: only while F runs)
+``outputs``    F → SEND_F complete                     chunks whose output is sent
+``grad_ins``   RECV_B posted → I                       all chunks but the last
+``dxs``        I → SEND_B complete                     chunks whose input gradient is sent
+=============  ======================================  =====================================================
+
+An engine may keep the buffers at a stage's border inside the I-slot (``Holding.border_in_i_slot``, the
+default). Then the slot is reserved as soon as anything may arrive in it: when a receive is posted, or when a
+neighbour on the same rank writes it.
+
+Where neighbouring chunks share a rank, nothing is sent: the producer writes the consumer's input buffer (or
+its output gradient) directly, so that buffer is held from the producer on and the producer needs none of its
+own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+from pipeline.actions import Action, Kind
+from qeffect_lm.errors import UsageError
+
+Key = tuple[int, int]  # (chunk, microbatch)
+
+
+class Span(NamedTuple):
+    """First and last position, in the rank's list of actions, at which a resource is held."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Holding:
+    """For how long an engine keeps things; the defaults release each at the earliest moment that is safe.
+
+    Args:
+        border_in_i_slot: received inputs and gradients land in the I-slot; False: in buffers of their own,
+            which an engine then has to copy or to tell its graphs apart by.
+        input_until: the last reader of a stage's input buffer: ``F``, or ``I`` or ``W`` if it reads it again.
+        i_slot_until: ``I``; or ``W`` for a backend that cannot free the two kinds of saved tensors apart.
+        sends_in_flight: how many sends of one chunk and direction may be incomplete while their producer runs
+            again. With 1 a buffer's send is waited for before the buffer is written again; with 2 there are
+            two buffers in turn.
+    """
+
+    border_in_i_slot: bool = True
+    input_until: Kind = Kind.F
+    i_slot_until: Kind = Kind.I
+    sends_in_flight: int = 1
+
+    def __post_init__(self) -> None:
+        if self.input_until not in (Kind.F, Kind.I, Kind.W):
+            raise UsageError(f"input_until={self.input_until}: an input is read by F, I or W")
+        if self.i_slot_until not in (Kind.I, Kind.W):
+            raise UsageError(f"i_slot_until={self.i_slot_until}: an I-slot is held until I or W")
+        if self.sends_in_flight < 1:
+            raise UsageError(f"sends_in_flight={self.sends_in_flight}: at least one")
+
+
+@dataclass(frozen=True)
+class Slots:
+    """One resource of one rank: ``index[chunk, microbatch]``, below ``count[chunk]``, held over ``span``."""
+
+    index: Mapping[Key, int]
+    span: Mapping[Key, Span]
+    count: Mapping[int, int]
+
+    @property
+    def peak(self) -> int:
+        """The most held at one moment over all chunks of the rank (at most the sum of ``count``)."""
+        claims = [(span.start, 1) for span in self.span.values()]
+        releases = [(span.end + 1, -1) for span in self.span.values()]
+        held = most = 0
+        for _, change in sorted(claims + releases):  # at one position releases (−1) come first
+            held += change
+            most = max(most, held)
+        return most
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """Every resource of one rank; see the module's table."""
+
+    i_slots: Slots
+    w_slots: Slots
+    inputs: Slots
+    outputs: Slots
+    grad_ins: Slots
+    dxs: Slots
+
+
+def colour(spans: Mapping[Key, Span]) -> Slots:
+    """Give each span, chunk by chunk in order of its start, the lowest index that is free."""
+    index: dict[Key, int] = {}
+    busy_until: dict[int, list[int]] = {}  # chunk → for each index the end of its last span
+    for key, span in sorted(spans.items(), key=lambda item: (item[1], item[0])):
+        ends = busy_until.setdefault(key[0], [])
+        free = next((place for place, end in enumerate(ends) if end < span.start), len(ends))
+        if free == len(ends):
+            ends.append(span.end)
+        ends[free] = span.end
+        index[key] = free
+    count = {chunk: len(ends) for chunk, ends in sorted(busy_until.items())}
+    return Slots(MappingProxyType(index), MappingProxyType(dict(spans)), MappingProxyType(count))
+
+
+def assign_slots(actions: Sequence[Action], holding: Holding | None = None) -> SlotPlan:
+    """Colour the resources of one rank.
+
+    Args:
+        actions: the rank's lowered and valid actions, in order.
+        holding: how long things are kept; None: the defaults of :class:`Holding`.
+
+    Returns: indices and counts per chunk, the counts being the peaks of the given order.
+    """
+    holding = holding or Holding()
+    at = _positions(actions)
+    ends = _send_ends(actions, holding.sends_in_flight)
+    spans: dict[str, dict[Key, Span]] = {name: {} for name in SlotPlan.__dataclass_fields__}
+    for kind, chunk, microbatch in at:
+        if kind is not Kind.F:
+            continue
+        key = chunk, microbatch
+        forward, input_grad = at[Kind.F, chunk, microbatch], at[Kind.I, chunk, microbatch]
+        arrival = at.get((Kind.RECV_F, *key), at.get((Kind.F, chunk - 1, microbatch), forward))
+        gradient = at.get((Kind.RECV_B, *key), at.get((Kind.I, chunk + 1, microbatch)))
+        reserved = min(arrival, forward if gradient is None else gradient)
+        reserved = min(reserved, forward) if holding.border_in_i_slot else forward
+        spans["i_slots"][key] = Span(reserved, at[holding.i_slot_until, chunk, microbatch])
+        spans["w_slots"][key] = Span(forward, at[Kind.W, chunk, microbatch])
+        spans["inputs"][key] = Span(arrival, at[holding.input_until, chunk, microbatch])
+        if gradient is not None:
+            spans["grad_ins"][key] = Span(gradient, input_grad)
+        if (Kind.SEND_F, *key) in ends:
+            spans["outputs"][key] = Span(forward, ends[Kind.SEND_F, chunk, microbatch])
+        if (Kind.SEND_B, *key) in ends:
+            spans["dxs"][key] = Span(input_grad, ends[Kind.SEND_B, chunk, microbatch])
+    return SlotPlan(**{name: colour(resource) for name, resource in spans.items()})
+
+
+def _positions(actions: Sequence[Action]) -> dict[tuple[Kind, int, int], int]:
+    """Where each action is; a B counts as I and as W."""
+    at: dict[tuple[Kind, int, int], int] = {}
+    for position, action in enumerate(actions):
+        if action.chunk is not None:
+            for kind in (Kind.I, Kind.W) if action.kind is Kind.B else (action.kind,):
+                at[kind, *action.key] = position
+    return at
+
+
+def _send_ends(actions: Sequence[Action], in_flight: int) -> dict[tuple[Kind, int, int], int]:
+    """Until when each sent buffer is held: the position of the send that finds this one complete."""
+    sends: dict[tuple[Kind, int], list[tuple[int, int]]] = {}  # (kind, chunk) → (microbatch, position)s
+    for position, action in enumerate(actions):
+        if action.kind in (Kind.SEND_F, Kind.SEND_B):
+            chunk, microbatch = action.key
+            sends.setdefault((action.kind, chunk), []).append((microbatch, position))
+    ends = {}
+    for (kind, chunk), sent in sends.items():
+        for place, (microbatch, _) in enumerate(sent):
+            last = place + in_flight - 1
+            ends[kind, chunk, microbatch] = sent[last][1] if last < len(sent) else len(actions) - 1
+    return ends

@@ -1,0 +1,133 @@
+"""The end of an optimizer step: reduce → finite vote → norm → clip → optimizer → commit → refresh.
+
+Each piece is a method of device work only, so that it is captured like any action; what crosses ranks lies between them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from pipeline.p2p import gather_rows
+from qeffect_lm.contract.timeline import Direction, ScaleTimeline
+from qeffect_lm.fp8.cache import WeightCache
+from qeffect_lm.optim.adamw import AdamW
+from qeffect_lm.optim.flat import FlatBuffers
+from qeffect_lm.optim.norm import BlockOrder, BlockSums, TotalNorm
+from qeffect_lm.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Device tensors (0-dim) of one step, equal on every rank; reading one is a host synchronisation.
+
+    Attributes:
+        loss: mean over the step's valid tokens, in nats.
+        grad_norm: global L2 norm before clipping.
+        lr: learning rate of the step.
+        skipped: nothing was updated, since a gradient, an amax or the loss was not finite.
+    """
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+    lr: torch.Tensor
+    skipped: torch.Tensor
+
+
+class StepEnd:
+    """State and work of the step's end on one rank."""
+
+    def __init__(
+        self,
+        *,
+        mesh: Mesh,
+        flat: FlatBuffers,
+        optimizer: AdamW,
+        timeline: ScaleTimeline,
+        cache: WeightCache,
+        order: BlockOrder,
+        microbatches: int,
+    ) -> None:
+        device = flat.device
+        self._mesh, self._flat, self._optimizer = mesh, flat, optimizer
+        self._timeline, self._cache = timeline, cache
+        self._sums = BlockSums(flat, order, mesh.coord("pp"))
+        self._norm = TotalNorm(order, device)
+        blocks = order.padded_blocks
+        wide = torch.float64
+        self.losses = torch.zeros(microbatches, dtype=wide, device=device)  # per microbatch, on the last stage
+        self._loss = torch.zeros(1, dtype=wide, device=device)
+        self._loss_rows = torch.zeros(mesh.size("dp"), 1, dtype=wide, device=device)
+        # One row per stage: block sums, number of non-finite amax slots, loss.
+        self._row = torch.zeros(blocks + 2, dtype=wide, device=device)
+        self._rows = torch.zeros(mesh.size("pp"), blocks + 2, dtype=wide, device=device)
+        self.finite = torch.ones((), dtype=torch.bool, device=device)
+        self.skip = torch.zeros((), dtype=torch.bool, device=device)
+        self.never_skip = torch.zeros((), dtype=torch.bool, device=device)
+        self.loss = torch.zeros((), dtype=wide, device=device)
+
+    # ---- between graphs: what crosses ranks --------------------------------------------------------------------
+
+    def reduce_(self) -> None:
+        """Sum main gradients and max-merge open amax slots over dp, on our own buffers."""
+        group = self._mesh.group("dp")
+        if group is not None:
+            dist.all_reduce(self._flat.grad_buffer, group=group)
+        self.reduce_amax_()
+
+    def reduce_amax_(self) -> None:
+        """Max-merge open amax slots over dp and tp (never over pipeline stages, whose roles differ)."""
+        for axis in ("dp", "tp"):
+            group = self._mesh.group(axis)
+            if group is not None and self._timeline.roles:
+                dist.all_reduce(self._timeline.open_amax, op=dist.ReduceOp.MAX, group=group)
+
+    def gather_loss_(self) -> None:
+        gather_rows(self._loss_rows, self._loss, self._mesh, "dp")
+
+    def gather_(self) -> None:
+        gather_rows(self._rows, self._row, self._mesh, "pp")
+
+    # ---- device work ------------------------------------------------------------------------------------------
+
+    def sum_losses_(self) -> None:
+        """Per-microbatch losses, added in microbatch order."""
+        self._loss.zero_()
+        for microbatch in range(self.losses.shape[0]):
+            self._loss.add_(self.losses[microbatch])
+
+    def local_sums_(self) -> None:
+        """This stage's block sums, its count of non-finite amax slots and its loss, into the row to be gathered."""
+        self._row[:-2].copy_(self._sums.compute_())
+        self._timeline.non_finite_(self._row[-2])
+        total = self._loss_rows[0, 0].clone()
+        for rank in range(1, self._loss_rows.shape[0]):
+            total.add_(self._loss_rows[rank, 0])
+        self._row[-1].copy_(total)
+
+    def optimizer_step_(self) -> None:
+        """Vote, norm, clip, AdamW, and the cast of the compute-dtype parameters. Equal rows give equal decisions."""
+        self._norm.gathered.copy_(self._rows[:, :-2])
+        norm = self._norm.reduce_()
+        self.loss.copy_(self._rows[:, -1].sum())
+        bad = self._rows[:, -2].sum()
+        self.finite.copy_(torch.isfinite(norm) & torch.isfinite(self.loss) & (bad == 0))
+        self.skip.copy_(~self.finite)
+        self._optimizer.step_(norm, self.finite)
+
+    def commit_(self) -> None:
+        """Roll all histories (window ``step``); a skipped step rolls none and clears the window."""
+        self._timeline.roll_(self.skip)
+
+    def commit_direction_(self, direction: Direction) -> None:
+        """Roll one direction (window ``microbatch``), where the step's fate is not known yet."""
+        self._timeline.roll_(self.never_skip, (direction,))
+
+    def refresh_(self) -> None:
+        """Quantise every weight into its cache, once."""
+        self._cache.refresh_()
+
+    def result(self) -> StepResult:
+        return StepResult(self.loss, self._norm.norm, self._optimizer.lr, self.skip)

@@ -1,0 +1,344 @@
+"""Assembly: a configuration becomes one rank's objects, wired.
+
+Model chunks, flat storages, timeline, weight cache, ledger, plan and engine, and the register of what a capture may touch.
+The training run (:mod:`qeffect_lm.app.run`) and the tools drive them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from models import build_model
+from models.decoder import Decoder
+from models.spec import ParameterSpec
+from pipeline.calibrate import calibrate
+from pipeline.capture import capture
+from pipeline.engine import Engine
+from pipeline.evaluate import Evaluator
+from pipeline.p2p import Transport
+from pipeline.plan import Plan, build_plan
+from pipeline.stage import BorderShape, Stage
+from pipeline.step_end import StepEnd
+from qeffect_lm.config import Config
+from qeffect_lm.contract.grads import GradSlot, GradSlots
+from qeffect_lm.contract.ledger import Ledger, Mode
+from qeffect_lm.contract.timeline import ScaleTimeline
+from qeffect_lm.contract.trace import TraceWriter
+from qeffect_lm.contract.versions import WeightVersions
+from qeffect_lm.errors import UsageError
+from qeffect_lm.fp8.cache import WeightCache
+from qeffect_lm.fp8.recipes import CurrentScaling, DelayedScaling, Recipe
+from qeffect_lm.graphs.host_replay import HostReplay
+from qeffect_lm.graphs.register import HiddenStateRegister
+from qeffect_lm.layers.base import direct_layers, named_parameters
+from qeffect_lm.layers.linear import SplitLinear
+from qeffect_lm.optim.adamw import AdamW
+from qeffect_lm.optim.flat import FlatBuffers, ParamSpec
+from qeffect_lm.optim.lr import Schedule
+from qeffect_lm.optim.norm import BlockOrder
+from qeffect_lm.parallel.mesh import Mesh
+from qeffect_lm.runtime.init import initialise_
+from qeffect_lm.state import LogicalTensor
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass
+class Assembly:
+    """One rank's parts, wired."""
+
+    config: Config
+    mesh: Mesh
+    model: Decoder
+    plan: Plan
+    engine: Engine
+    evaluator: Evaluator
+    flat: FlatBuffers
+    optimizer: AdamW
+    timeline: ScaleTimeline
+    cache: WeightCache
+    ledger: Ledger
+    register: HiddenStateRegister
+    transport: Transport | None
+    trace: TraceWriter | None
+
+    def logical_tensors(self) -> list[LogicalTensor]:
+        """Everything a checkpoint saves of this rank, except generators."""
+        return [
+            *self.flat.logical_tensors(),
+            *self.optimizer.logical_tensors(),
+            *self.timeline.logical_tensors(),
+            *self.cache.logical_tensors(),
+        ]
+
+    def rebuild_caches(self) -> None:
+        """Quantise all weights from the masters with the current scales (fresh start, or after a load)."""
+        if self.cache.names:
+            with torch.no_grad():
+                self.cache.refresh_()
+            self.engine.account_refresh()
+
+    def prepare(self, batch: object | None) -> None:
+        """Before the first step: calibration on ``batch`` (fresh start only; None: none), caches, capture."""
+        if batch is not None and self.timeline.roles and self.timeline.window == "step":
+            calibrate(self.engine, batch)  # type: ignore[arg-type]
+        if batch is not None:
+            self.rebuild_caches()
+        self.capture()
+
+    def capture(self) -> None:
+        """Capture the plan's graphs where the configuration asks for them."""
+        if self.config.graphs.backend == "host_replay":
+            capture(self.engine, HostReplay(), self.register)
+
+    def graph_fingerprint(self) -> str:
+        """Of plan and captured graphs; of the plan alone in eager."""
+        captured = self.engine.captured
+        return self.plan.fingerprint() if captured is None else captured.fingerprint(self.plan)
+
+
+def make_recipe(config: Config) -> Recipe | None:
+    """The FP8 recipe of the configuration; None without FP8."""
+    fp8 = config.precision.fp8
+    if fp8.recipe == "none":
+        return None
+    return CurrentScaling(fp8.margin) if fp8.recipe == "current" else DelayedScaling()
+
+
+def make_plan(config: Config) -> Plan:
+    """The configuration's plan, validated."""
+    pipeline = config.pipeline
+    return build_plan(
+        pipeline.schedule,
+        config.parallel.pp,
+        pipeline.microbatches,
+        pipeline.w_delay,
+        config.precision.fp8.window,
+    )
+
+
+def make_timeline(config: Config, recipe: Recipe | None, layers: list[SplitLinear]) -> ScaleTimeline:
+    """Roles of all FP8 linears, under the configuration's window and history."""
+    fp8 = config.precision.fp8
+    roles = [role for layer in layers if layer.recipe is not None for role in layer.recipe.roles(layer.name)]
+    timeline = ScaleTimeline(roles, window=fp8.window, history=fp8.history, amax=fp8.amax, margin=fp8.margin)
+    if isinstance(recipe, DelayedScaling):
+        recipe.bind(timeline)
+    return timeline
+
+
+def assemble(config: Config, mesh: Mesh | None = None, plan: Plan | None = None) -> Assembly:
+    """Build one rank's part, with freshly initialised weights.
+
+    Args:
+        mesh: None: this process alone (all parallel sizes 1, or the plan's chunks all on one rank).
+        plan: None: the configuration's.
+
+    Raises:
+        UsageError: the configuration asks for something that does not exist.
+    """
+    mesh = mesh or Mesh({"pp": config.parallel.pp, "dp": config.parallel.dp})
+    plan = plan or make_plan(config)
+    dtype = DTYPES[config.precision.dtype]
+    recipe = make_recipe(config)
+    model = build_model(config, recipe, dtype)
+    counts = chunk_layers(config, plan)
+    chunks = {i: model.chunk(i, counts) for i in plan.placement.chunks(mesh.coord("pp"))}
+    specs = {spec.name: spec for spec in model.parameters()}
+
+    flat = _flat_storages(chunks, specs, dtype)
+    for chunk in chunks.values():
+        _bind_parameters(chunk, flat)
+    initialise_({n: (flat.master(n), specs[n].init_std) for n in flat.names}, config.run.seed)
+    flat.gather()
+
+    linears = [m for chunk in chunks.values() for m in chunk.modules() if isinstance(m, SplitLinear)]
+    timeline = make_timeline(config, recipe, linears)
+    cache = WeightCache(
+        {m.weight_name: (m.name, m.recipe, _master_of(flat, m.weight_name)) for m in linears if m.recipe is not None}
+    )
+    for linear in linears:
+        linear.cached = cache.cached.get(linear.weight_name)
+
+    trace = _trace_writer(config, mesh)
+    ledger = Ledger(
+        timeline,
+        WeightVersions(flat.names),
+        GradSlots(GradSlot(name, flat.grad(name)) for name in flat.trainable_names),
+        mode=Mode(config.contract.mode),
+        trace=trace,
+    )
+    optimizer = _optimizer(config, flat)
+    order = _block_order(model, plan, counts, flat, mesh)
+    end = StepEnd(
+        mesh=mesh,
+        flat=flat,
+        optimizer=optimizer,
+        timeline=timeline,
+        cache=cache,
+        order=order,
+        microbatches=plan.microbatches,
+    )
+    divisor = torch.ones((), dtype=torch.float64 if dtype is torch.float64 else torch.float32)
+    stages = _stages(config, plan, mesh, chunks, flat, divisor, dtype)
+    transport = None
+    if plan.num_ranks > 1:
+        transport = Transport(mesh, max(plan.microbatches, config.train.eval_microbatches), config.launch.timeout_seconds)
+    engine = Engine(
+        plan=plan,
+        mesh=mesh,
+        stages=stages,
+        ledger=ledger,
+        cache=cache,
+        end=end,
+        divisor=divisor,
+        transport=transport,
+        seed=config.run.seed,
+        poison=config.contract.poison,
+    )
+    register = _register(flat, timeline, cache, optimizer, end, stages, divisor)
+    return Assembly(
+        config, mesh, model, plan, engine, Evaluator(engine), flat, optimizer, timeline, cache, ledger, register, transport, trace
+    )
+
+
+def chunk_layers(config: Config, plan: Plan) -> list[int]:
+    """Decoder layers per chunk."""
+    counts = list(config.stage_layers())
+    if len(counts) == plan.placement.num_chunks:
+        return counts
+    base, extra = divmod(config.model.num_layers, plan.placement.num_chunks)
+    return [base + (chunk < extra) for chunk in range(plan.placement.num_chunks)]
+
+
+def _flat_storages(
+    chunks: dict[int, torch.nn.Module], specs: dict[str, ParameterSpec], dtype: torch.dtype
+) -> FlatBuffers:
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    params = []
+    for chunk in chunks.values():
+        for name, parameter in named_parameters(chunk):
+            spec = specs[name]
+            axes = tuple(None for _ in spec.shape)  # what the mesh cuts here; spec.axes says what it may cut
+            params.append(ParamSpec(name, spec.shape, spec.decay, axes, trainable=parameter.requires_grad))
+    return FlatBuffers(params, master_dtype=wide, param_dtype=dtype, grad_dtype=wide)
+
+
+def _bind_parameters(chunk: torch.nn.Module, flat: FlatBuffers) -> None:
+    """Make every parameter a view of the flat storage, and give direct layers their main gradients."""
+    for name, parameter in named_parameters(chunk):
+        parameter.data = flat.param(name)
+    for layer in direct_layers(chunk):
+        if layer.weight.requires_grad:
+            layer.main_grad = flat.grad(layer.weight_name)
+
+
+def _master_of(flat: FlatBuffers, name: str):  # noqa: ANN202 (a closure over the live view)
+    master = flat.master(name)
+    return lambda: master
+
+
+def _trace_writer(config: Config, mesh: Mesh) -> TraceWriter | None:
+    if config.contract.mode != "trace":
+        return None
+    path = Path(config.contract.trace_file or Path(config.run.dir) / "trace.jsonl")
+    return TraceWriter(path if mesh.world == 1 else path.with_name(f"{path.stem}.rank{mesh.rank}{path.suffix}"))
+
+
+def _optimizer(config: Config, flat: FlatBuffers) -> AdamW:
+    optim = config.optim
+    schedule = Schedule(
+        kind=optim.schedule,
+        lr=optim.lr,
+        total_steps=config.train.steps,
+        warmup_steps=optim.warmup_steps,
+        min_lr_ratio=optim.min_lr_ratio,
+        wsd_decay_steps=optim.wsd_decay_steps,
+    )
+    return AdamW(
+        flat,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        clip_norm=optim.clip_norm,
+        schedule=schedule,
+    )
+
+
+def _block_order(model: Decoder, plan: Plan, counts: list[int], flat: FlatBuffers, mesh: Mesh) -> BlockOrder:
+    """Every rank's trainable parameters in the model's order; which rank holds what follows from the plan."""
+    names_of_rank: list[list[str]] = []
+    sizes: dict[str, int] = {}
+    for rank in range(plan.num_ranks):
+        names = []
+        for index in plan.placement.chunks(rank):
+            if rank == mesh.coord("pp"):
+                continue
+            names += [name for name, parameter in named_parameters(model.meta_chunk(index, counts)) if parameter.requires_grad]
+        names_of_rank.append(flat.trainable_names if rank == mesh.coord("pp") else names)
+    held = {name for names in names_of_rank for name in names}
+    for spec in model.parameters():
+        if spec.name in held:
+            sizes[spec.name] = int(torch.Size(spec.shape).numel())
+    return BlockOrder(list(sizes.items()), names_of_rank)
+
+
+def _stages(
+    config: Config,
+    plan: Plan,
+    mesh: Mesh,
+    chunks: dict[int, torch.nn.Module],
+    flat: FlatBuffers,
+    divisor: torch.Tensor,
+    dtype: torch.dtype,
+) -> dict[int, Stage]:
+    shape = BorderShape(config.data.microbatch_size, config.data.seq_len, config.model.hidden_size, dtype)
+    counts = plan.slots[mesh.coord("pp")].i_slots.count
+    grads = {name: flat.grad(name) for name in flat.trainable_names}
+    last = plan.placement.num_chunks - 1
+    return {
+        index: Stage(
+            chunk,
+            index,
+            first=index == 0,
+            last=index == last,
+            i_slots=counts[index],
+            shape=shape,
+            divisor=divisor,
+            main_grads=grads,
+        )
+        for index, chunk in chunks.items()
+    }
+
+
+def _register(
+    flat: FlatBuffers,
+    timeline: ScaleTimeline,
+    cache: WeightCache,
+    optimizer: AdamW,
+    end: StepEnd,
+    stages: dict[int, Stage],
+    divisor: torch.Tensor,
+) -> HiddenStateRegister:
+    """Everything a capture may touch, with its owner."""
+    register = HiddenStateRegister()
+    register.add("divisor", divisor, owner="engine")
+    for owner, part in (("flat", flat), ("timeline", timeline), ("optimizer", optimizer), ("step_end", end)):
+        register.add_object(owner, part)
+    for name, cached in cache.cached.items():
+        assert cached.rows is not None and cached.columns is not None
+        for layout, tensor in (("rows", cached.rows), ("columns", cached.columns), ("scale_inv", cached.scale_inv)):
+            register.add(f"cache/{name}/{layout}", tensor, owner="cache")
+    for index, stage in stages.items():
+        for number, slot in enumerate(stage.slots):
+            for name, tensor in slot.tensors().items():
+                register.add(f"chunk{index}/slot{number}/{name}", tensor, owner="stage")
+        for name, buffer in stage.chunk.named_buffers():
+            register.add(f"chunk{index}/{name}", buffer, owner="layers", mutable=False)
+        for name, parameter in stage.chunk.named_parameters():
+            if not register.knows(parameter):
+                raise UsageError(f"parameter {name} of chunk {index} does not lie in the flat storage")
+    return register

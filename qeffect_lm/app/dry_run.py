@@ -1,0 +1,106 @@
+"""``--dry-run``: what would run, without training: configuration, parameters, plan, memory per rank."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+
+from models import build_model
+from models.spec import ParameterSpec
+from pipeline.plan import Plan
+from pipeline.simulate import simulate
+from pipeline.timeline_text import render
+from qeffect_lm.app.assemble import DTYPES, chunk_layers, make_plan, make_recipe
+from qeffect_lm.config import Config
+from qeffect_lm.layers.base import named_parameters
+
+MIB = 1024 * 1024
+
+
+def describe(config: Config) -> str:
+    """The whole page, for a terminal 100 columns wide."""
+    plan = make_plan(config)
+    model = build_model(config, make_recipe(config), DTYPES[config.precision.dtype])
+    specs = {spec.name: spec for spec in model.parameters()}
+    counts = chunk_layers(config, plan)
+    total = sum(prod(spec.shape) for spec in specs.values())
+    tokens = config.data.seq_len * config.data.microbatch_size * plan.microbatches * config.parallel.dp
+    result = simulate(plan, 1.0, 1.0, 1.0, 0.0)
+    parts = [
+        "configuration (resolved)",
+        _indent(config.dump_yaml()),
+        f"parameters: {total:,} in {len(specs)} tensors, decoder layers per stage {counts}",
+        f"tokens per step: {tokens:,}; {config.train.steps:,} steps, {tokens * config.train.steps:,} tokens",
+        "",
+        f"plan: {plan.schedule}, {plan.num_ranks} stage(s), {plan.microbatches} microbatches, fingerprint {plan.fingerprint()[:16]}",
+        f"one step with T_F = T_I = T_W and free communication (bubble {result.bubble:.1%}):",
+        render(plan, width=98),
+        "",
+        memory_table(config, plan, specs, counts),
+    ]
+    return "\n".join(parts)
+
+
+def memory_table(config: Config, plan: Plan, specs: dict[str, ParameterSpec], counts: list[int]) -> str:
+    """MiB per pipeline rank by category; activations are an estimate from the layers' shapes and the plan's slots."""
+    header = f"{'rank':>4} {'parameters':>11} {'gradients':>10} {'optimizer':>10} {'FP8 caches':>11} {'activations':>12} {'total':>9}"
+    lines = ["memory per pipeline rank (MiB); activations estimated from shapes and the plan's slots:", header]
+    for rank in range(plan.num_ranks):
+        numbers = memory_of(config, plan, rank, specs, counts)
+        cells = [numbers[key] / MIB for key in ("parameters", "gradients", "optimizer", "caches", "activations")]
+        widths = (11, 10, 10, 11, 12)
+        text = " ".join(f"{cell:>{width}.1f}" for cell, width in zip(cells, widths, strict=True))
+        lines.append(f"{rank:>4} {text} {sum(cells):>9.1f}")
+    return "\n".join(lines)
+
+
+def memory_of(
+    config: Config, plan: Plan, rank: int, specs: dict[str, ParameterSpec], counts: list[int]
+) -> dict[str, int]:
+    """Bytes of one pipeline rank by category."""
+    dtype = DTYPES[config.precision.dtype]
+    wide = 8 if dtype is torch.float64 else 4
+    model = build_model(config, make_recipe(config), dtype)
+    names = [
+        name for chunk in plan.placement.chunks(rank) for name, _ in named_parameters(model.meta_chunk(chunk, counts))
+    ]
+    size = sum(prod(specs[name].shape) for name in names)
+    fp8 = config.precision.fp8.recipe != "none"
+    cached = sum(prod(specs[n].shape) for n in names if fp8 and len(specs[n].shape) == 2 and n.startswith("layers."))
+    separate = dtype.itemsize != wide
+    return {
+        "parameters": size * (wide + (dtype.itemsize if separate else 0)),
+        "gradients": size * wide,
+        "optimizer": 2 * size * wide,
+        "caches": 2 * cached,
+        "activations": _activations(config, plan, rank, counts),
+    }
+
+
+def _activations(config: Config, plan: Plan, rank: int, counts: list[int]) -> int:
+    """What F leaves for I (norm inputs, attention, MLP, loss) and for W (the linears' inputs and output gradients)."""
+    model, data = config.model, config.data
+    tokens = data.seq_len * data.microbatch_size
+    item = DTYPES[config.precision.dtype].itemsize
+    heads = model.num_heads * model.head_dim
+    qkv = heads + 2 * model.num_kv_heads * model.head_dim
+    stored = 1 if config.precision.fp8.recipe != "none" else item
+    for_input_grad = tokens * item * (2 * model.hidden_size + qkv + 4 * heads + 2 * model.ffn_size)
+    linears = 2 * model.hidden_size + heads + model.ffn_size + qkv + 2 * model.hidden_size + 2 * model.ffn_size
+    for_weight_grad = tokens * stored * linears
+    slots = plan.slots[rank]
+    total = 0
+    for chunk in plan.placement.chunks(rank):
+        border = 4 * tokens * model.hidden_size * item
+        i_bytes = counts[chunk] * for_input_grad + border
+        w_bytes = counts[chunk] * for_weight_grad
+        if chunk == plan.placement.num_chunks - 1:
+            i_bytes += tokens * (model.vocab_size + 2 * model.hidden_size) * item
+            w_bytes += tokens * (model.vocab_size + model.hidden_size) * item
+        total += slots.i_slots.count[chunk] * i_bytes + slots.w_slots.count[chunk] * w_bytes
+    return total
+
+
+def _indent(text: str) -> str:
+    return "\n".join("  " + line for line in text.rstrip().splitlines()) + "\n"

@@ -1,0 +1,361 @@
+"""A training run: from a configuration and a launch environment to a finished or stopped run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checkpoint import Checkpoint, GroupCommunicator, SingleProcess, find_resumable, open_checkpoint, resolve, save_checkpoint
+from checkpoint.comm import Communicator
+from checkpoint.resume import contract_meta, restore, saved_state
+from pipeline.plan import Plan
+from qeffect_lm import __version__
+from qeffect_lm.app.assemble import Assembly, assemble
+from qeffect_lm.config import Config, config_diff_on_resume
+from qeffect_lm.contract.timeline import Direction
+from qeffect_lm.data.indexed import IndexedDataset
+from qeffect_lm.data.loader import StepBatch, StepLoader, sequential_batches
+from qeffect_lm.data.tokenizer import Tokenizer
+from qeffect_lm.errors import UsageError
+from qeffect_lm.parallel.mesh import Mesh
+from qeffect_lm.runtime.launch import LaunchEnv, StopSignals, check_world, init_process_group, shared_folder_check
+from qeffect_lm.runtime.loop import Outcome, Parts, train
+from qeffect_lm.runtime.metrics import MetricsWriter, StepMetrics
+from qeffect_lm.runtime.progress import Progress
+from qeffect_lm.runtime.rng import seed_generators
+from qeffect_lm.runtime.wandb_logger import WandbLogger
+
+
+@dataclass
+class Run:
+    """One rank's run while it lasts."""
+
+    config: Config
+    env: LaunchEnv
+    mesh: Mesh
+    comm: Communicator
+    assembly: Assembly
+    loader: StepLoader
+    held_out: StepBatch | None
+    start: int = 0
+    tokens: int = 0
+    wandb: WandbLogger | None = None
+    dataset_hash: str = ""
+
+    @property
+    def leads(self) -> bool:
+        """The rank that prints and logs."""
+        return self.env.rank == 0
+
+    def layout(self) -> dict[str, int]:
+        return dict(self.mesh.sizes)
+
+    # ---- what the loop drives ---------------------------------------------------------------------------------
+
+    def next_batch(self) -> StepBatch:
+        batch = self.loader.next_step()
+        check_tokens(batch, self.config.model.vocab_size)
+        return batch
+
+    def evaluate(self) -> float | None:
+        return None if self.held_out is None else self.assembly.evaluator.run(self.held_out)
+
+    def epoch(self) -> int | None:
+        timeline = self.assembly.timeline
+        return timeline.epochs[Direction.FORWARD] if self.config.precision.fp8.recipe == "delayed" else None
+
+    def save(self, step: int, tokens: int) -> Path:
+        """Write ``step_<step>``; collective. A failure leaves the previous checkpoint and raises."""
+        contract = contract_meta(self.assembly, self.comm)
+        meta = {} if contract is None else self._meta(step, tokens, contract)
+        return save_checkpoint(
+            self.config.checkpoint_dir(),
+            step,
+            saved_state(self.assembly, self.mesh.coords),
+            meta,
+            self.comm,
+            self.mesh.coords,
+            keep=self.config.checkpoint.keep,
+        )
+
+    def _meta(self, step: int, tokens: int, contract: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "qeffect_lm": __version__,
+            "step": step,
+            "tokens": tokens,
+            "config": self.config.to_dict(),
+            "data": self.loader.state(),
+            "dataset_sha256": self.dataset_hash,
+            "layout": self.layout(),
+            "schedule": self.config.pipeline.schedule,
+            "plan": self.assembly.plan.to_json(),
+            "plan_fingerprint": self.assembly.plan.fingerprint(),
+            "wandb": None if self.wandb is None else self.wandb.state(),
+            **contract,
+        }
+
+
+def check_tokens(batch: StepBatch, vocab_size: int) -> None:
+    """Raise :class:`UsageError` when the data holds token ids that the model has no row for."""
+    largest = int(torch.maximum(batch.inputs.max(), batch.targets.max()))
+    if largest >= vocab_size:
+        raise UsageError(
+            f"the corpus holds token id {largest}, but model.vocab_size is {vocab_size}: use the tokenizer the corpus was made "
+            "with, or set model.vocab_size to its vocabulary"
+        )
+
+
+def train_run(config: Config, env: LaunchEnv, say: Callable[[str], None] = print) -> int:
+    """Train as configured; returns the process's exit code.
+
+    Raises:
+        UsageError, QEffectError: see their messages; every rank raises or dies.
+    """
+    check_world(config.parallel, env.world)
+    _check_supported(config)
+    check_tokenizer(config)
+    with ExitStack() as stack:
+        if init_process_group(env, config.launch.backend, config.launch.timeout_seconds):
+            stack.callback(_leave_group)
+        run, checkpoint = _set_up(config, env, say)
+        start = run.start
+        if checkpoint is not None and run.leads:
+            say(f"resumed at {start} from {checkpoint.path}")
+        outcome = _drive(run, checkpoint, stack, say)
+        if run.leads:
+            _say_end(run, outcome, start, checkpoint is not None, say)
+        return config.checkpoint.requeue_exit_code if outcome.stopped else 0
+
+
+def _set_up(config: Config, env: LaunchEnv, say: Callable[[str], None]) -> tuple[Run, Checkpoint | None]:
+    """Everything before the first step, in the order of the restore."""
+    mesh = Mesh({"pp": config.parallel.pp, "dp": config.parallel.dp}, env.rank)
+    mesh.create_groups()
+    comm: Communicator = GroupCommunicator() if env.world > 1 else SingleProcess()
+    folder = config.checkpoint_dir()
+    if env.world > 1:
+        shared_folder_check(folder, env)
+    checkpoint = _find_checkpoint(config, comm)
+    if checkpoint is not None:
+        _check_config(config, checkpoint, env, say)
+    seed_generators(config.run.seed, env.rank)
+    assembly = assemble(config, mesh, _plan_of(checkpoint, mesh, config))
+    dataset = open_dataset(config.data.train, "data.train")
+    loader = make_loader(config, dataset, mesh)
+    run = Run(config, env, mesh, comm, assembly, loader, held_out_batch(config), dataset_hash=dataset.content_hash())
+    if checkpoint is None:
+        first = loader.next_step()
+        check_tokens(first, config.model.vocab_size)
+        loader.load_state({**loader.state(), "next_sample": 0})  # calibration consumes no data
+        assembly.prepare(first)
+    else:
+        restore(checkpoint, assembly, loader, comm, mesh.coords, run.layout())
+        run.start, run.tokens = checkpoint.step, int(checkpoint.meta["tokens"])
+    if env.rank == 0:
+        _save_config(config, run.start)
+    return run, checkpoint
+
+
+def _drive(run: Run, checkpoint: Checkpoint | None, stack: ExitStack, say: Callable[[str], None]) -> Outcome:
+    """Open the sinks, run the loop, close them."""
+    config = run.config
+    sinks: list[Callable[[StepMetrics], None]] = []
+    if run.leads:
+        resume_step = None if checkpoint is None else run.start
+        writer = stack.enter_context(MetricsWriter(Path(config.run.dir) / "metrics.jsonl", resume_step))
+        for notice in writer.notices:
+            say(notice)
+        run.wandb = WandbLogger(
+            config.logging.wandb,
+            project=config.logging.wandb_project,
+            name=config.run.name,
+            directory=config.run.dir,
+            config=config.to_dict(),
+            entity=config.logging.wandb_entity,
+            group=config.logging.wandb_group,
+            resumed=None if checkpoint is None else checkpoint.meta.get("wandb"),
+            resume_step=run.start,
+            notice=say,
+        )
+        stack.callback(run.wandb.finish)
+        progress = stack.enter_context(Progress(config.train.steps, run.start, mode=config.logging.progress))
+        sinks = [writer.write, run.wandb.log, progress.update]
+    signals = stack.enter_context(StopSignals())
+    if run.start == 0 and config.train.eval_every:
+        before = run.evaluate()
+        if before is not None and run.leads:
+            zero = StepMetrics(
+                step=0, loss=None, grad_norm=None, lr=None, tokens=0, tokens_per_second=None, step_ms=None, eval_loss=before
+            )
+            for sink in sinks[:2]:
+                sink(zero)
+    parts = Parts(
+        next_batch=run.next_batch,
+        step=run.assembly.engine.step,
+        evaluate=run.evaluate,
+        save=run.save,
+        epoch=run.epoch,
+        stop=_stopper(config, signals, run.env.world),
+        report=lambda metrics: [sink(metrics) for sink in sinks] and None,
+    )
+    return train(config, parts, run.start, run.tokens)
+
+
+def _stopper(config: Config, signals: StopSignals, world: int) -> Callable[[], str | None]:
+    """Why to stop, agreed by all ranks: a signal to any of them, or the time limit of any of them."""
+    began = time.monotonic()
+    limit = config.train.max_minutes
+    reasons = {1: f"train.max_minutes ({limit:g}) is over" if limit else "", 2: "SIGTERM", 3: "SIGUSR1"}
+
+    def stop() -> str | None:
+        code = 0
+        if limit is not None and time.monotonic() - began >= 60 * limit:
+            code = 1
+        if signals.requested is not None:
+            code = 3 if signals.requested == "SIGUSR1" else 2
+        if world > 1:
+            agreed = torch.tensor(code)
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+            code = int(agreed)
+        return reasons[code] if code else None
+
+    return stop
+
+
+def _say_end(run: Run, outcome: Outcome, start: int, resumed: bool, say: Callable[[str], None]) -> None:
+    ran = f"ran {start + 1}…{outcome.step}" if outcome.step > start else "ran no step"
+    head = f"resumed at {start}, {ran}" if resumed else ran
+    total = run.config.train.steps
+    if outcome.stopped:
+        say(f"{head}; stopped by {outcome.stopped} at step {outcome.step} of {total}, saved")
+    else:
+        say(f"{head} of {total}")
+
+
+# ---- data and checkpoints -------------------------------------------------------------------------------------
+
+
+def open_dataset(prefix: str | None, key: str) -> IndexedDataset:
+    """Open a corpus by its configured prefix.
+
+    Raises:
+        UsageError: not configured, missing or damaged.
+    """
+    if prefix is None:
+        raise UsageError(f"{key} is not set: give the path of a .bin/.idx pair (python -m tools.preprocess makes one)")
+    return IndexedDataset(prefix)
+
+
+def make_loader(config: Config, dataset: IndexedDataset, mesh: Mesh) -> StepLoader:
+    return StepLoader(
+        dataset,
+        seq_len=config.data.seq_len,
+        microbatch_size=config.data.microbatch_size,
+        microbatches=config.pipeline.microbatches,
+        dp_rank=mesh.coord("dp"),
+        dp_size=mesh.size("dp"),
+        seed=config.run.seed,
+    )
+
+
+def held_out_batch(config: Config) -> StepBatch | None:
+    """The fixed evaluation windows, or None where no held-out corpus is configured."""
+    if config.data.valid is None:
+        return None
+    dataset = open_dataset(config.data.valid, "data.valid")
+    count = config.train.eval_microbatches
+    batch = sequential_batches(dataset, config.data.seq_len, config.data.microbatch_size, count)
+    check_tokens(batch, config.model.vocab_size)
+    return batch
+
+
+def check_tokenizer(config: Config) -> None:
+    """The tokenizer's vocabulary is the model's."""
+    if config.data.tokenizer is None:
+        return
+    tokenizer = Tokenizer(config.data.tokenizer)
+    if tokenizer.vocab_size != config.model.vocab_size:
+        raise UsageError(
+            f"{config.data.tokenizer} has {tokenizer.vocab_size} tokens, model.vocab_size is {config.model.vocab_size}: set "
+            f"model.vocab_size={tokenizer.vocab_size}, or use the model's own tokenizer"
+        )
+
+
+def _check_supported(config: Config) -> None:
+    for axis in ("tp", "ep"):
+        if getattr(config.parallel, axis) > 1:
+            raise UsageError(f"parallel.{axis}={getattr(config.parallel, axis)}: training supports {axis}=1 only, so far")
+
+
+def _find_checkpoint(config: Config, comm: Communicator) -> Checkpoint | None:
+    """The checkpoint to resume from; rank 0 decides for all."""
+    fault: Exception | None = None
+    path: Path | None = None
+    if comm.rank == 0:
+        try:
+            path = _choose(config)
+        except Exception as error:  # told to all ranks, then raised on all
+            fault = error
+    path, fault = comm.broadcast((path, fault))
+    if fault is not None:
+        raise fault
+    return None if path is None else open_checkpoint(path)
+
+
+def _choose(config: Config) -> Path | None:
+    folder = config.checkpoint_dir()
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "never"):
+        return resolve(Path(resume))
+    found = find_resumable(folder)
+    if resume == "never" and found is not None:
+        raise UsageError(
+            f"checkpoint.resume=never, but {folder} holds {found.name}: choose another run.dir, remove it, or resume"
+        )
+    return found
+
+
+def _check_config(config: Config, checkpoint: Checkpoint, env: LaunchEnv, say: Callable[[str], None]) -> None:
+    """Print what changed since the save; refuse what may not."""
+    changes = config_diff_on_resume(checkpoint.meta["config"], config)
+    refused = [change for change in changes if change.severity == "refuse"]
+    if refused:
+        lines = "\n".join(f"  {change}" for change in refused)
+        raise UsageError(
+            f"{checkpoint.path} belongs to another model, recipe or data order; these keys may not change on resume:\n{lines}\n"
+            "set them back, or start a new run in another run.dir"
+        )
+    if env.rank == 0:
+        for change in changes:
+            say(f"changed since the checkpoint: {change}" + (" (changes results)" if change.severity == "warn" else ""))
+
+
+def _plan_of(checkpoint: Checkpoint | None, mesh: Mesh, config: Config) -> Plan | None:
+    """The saved plan on an unchanged layout and pipeline section; otherwise the configuration's."""
+    if checkpoint is None or checkpoint.meta.get("layout") != dict(mesh.sizes):
+        return None
+    if checkpoint.meta["config"].get("pipeline") != config.to_dict()["pipeline"]:
+        return None
+    return Plan.from_json(checkpoint.meta["plan"])
+
+
+def _save_config(config: Config, start: int) -> None:
+    """The resolved configuration beside the run; a resume with another one keeps both."""
+    folder = Path(config.run.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.yaml"
+    text = config.dump_yaml()
+    if path.exists() and path.read_text() != text and start:
+        path = folder / f"config.resumed-at-{start}.yaml"
+    path.write_text(text)
+
+
+def _leave_group() -> None:
+    dist.destroy_process_group()

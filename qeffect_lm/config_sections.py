@@ -1,0 +1,346 @@
+"""The sections of the configuration: every key with type, bounds, default, unit, meaning and resume rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from qeffect_lm.config_help import OnResume
+
+
+class Section(BaseModel):
+    """What all sections share: frozen, unknown keys refused, no silent conversion of types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def _key(default: Any, description: str, *, on_resume: OnResume, unit: str = "", **bounds: Any) -> Any:
+    return Field(
+        default, description=description, json_schema_extra={"unit": unit, "on_resume": on_resume}, **bounds
+    )
+
+
+class RunConfig(Section):
+    """the run as a whole"""
+
+    name: str = _key("run", "Name of the run in logs and on wandb.", on_resume="free", min_length=1)
+    dir: str = _key(
+        "runs/run",
+        "Folder of everything the run writes: resolved config, metrics.jsonl, checkpoints, plots.",
+        on_resume="free",
+        unit="path",
+        min_length=1,
+    )
+    seed: int = _key(
+        1234,
+        "Seed of weight initialisation, data order and dropout; all randomness is keyed on it.",
+        on_resume="refuse",
+        ge=0,
+        lt=2**63,
+    )
+
+
+class ModelConfig(Section):
+    """the decoder"""
+
+    family: str = _key("llama", "Model family, as registered in models/.", on_resume="refuse", min_length=1)
+    vocab_size: int = _key(
+        ..., "Size of the vocabulary; must equal the tokenizer's.", on_resume="refuse", unit="tokens", ge=1
+    )
+    hidden_size: int = _key(..., "Width of the residual stream.", on_resume="refuse", unit="features", ge=1)
+    num_layers: int = _key(..., "Number of decoder layers over all stages.", on_resume="refuse", ge=1)
+    num_heads: int = _key(..., "Number of query heads.", on_resume="refuse", unit="heads", ge=1)
+    num_kv_heads: int = _key(
+        ...,
+        "Number of key/value heads (grouped-query attention); divides num_heads.",
+        on_resume="refuse",
+        unit="heads",
+        ge=1,
+    )
+    head_dim: int = _key(
+        None,
+        "Width of one head; null: hidden_size / num_heads. Even, because RoPE turns pairs.",
+        on_resume="refuse",
+        unit="features",
+        ge=1,
+    )
+    ffn_size: int = _key(..., "Inner width of the SwiGLU MLP.", on_resume="refuse", unit="features", ge=1)
+    rope_theta: float = _key(10000.0, "Base of the RoPE frequencies.", on_resume="refuse", gt=0)
+    norm_eps: float = _key(1e-5, "Added to the mean square inside RMSNorm.", on_resume="refuse", gt=0)
+    dropout: float = _key(
+        0.0, "Probability of dropping a feature of a residual branch.", on_resume="warn", ge=0, lt=1
+    )
+    init_std: float = _key(
+        0.02, "Standard deviation of fresh weights; read at the first start only.", on_resume="free", gt=0
+    )
+    tie_word_embeddings: bool = _key(
+        False, "Share the embedding and the head (not supported yet: true is refused).", on_resume="refuse"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_head_dim(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping) or data.get("head_dim") is not None:
+            return data
+        hidden, heads = data.get("hidden_size"), data.get("num_heads")
+        filled = {k: v for k, v in data.items() if k != "head_dim"}
+        if isinstance(hidden, int) and isinstance(heads, int) and hidden > 0 and heads > 0:
+            if hidden % heads:
+                raise ValueError(
+                    f"model.hidden_size {hidden} is not divisible by model.num_heads {heads}: "
+                    "change one of them or set model.head_dim"
+                )
+            filled["head_dim"] = hidden // heads
+        return filled
+
+
+class FP8Config(Section):
+    """FP8 of the decoder's linear layers (embedding and head never run in FP8)"""
+
+    recipe: Literal["none", "delayed", "current"] = _key(
+        "none",
+        "none: no FP8. delayed: HYBRID (E4M3 forward, E5M2 gradients), scales from an amax history. "
+        "current: HYBRID, scales from each tensor itself.",
+        on_resume="refuse",
+    )
+    window: Literal["step", "microbatch"] = _key(
+        "step",
+        "When delayed scales roll: once per optimizer step, or after each microbatch's forward and "
+        "backward as Transformer Engine does.",
+        on_resume="refuse",
+    )
+    history: int = _key(
+        16, "Length of the amax history per role.", on_resume="refuse", unit="windows", ge=1, le=4096
+    )
+    amax: Literal["max", "most_recent"] = _key(
+        "max", "Which amax of the history makes the next scale.", on_resume="refuse"
+    )
+    margin: int = _key(
+        0, "Head room: the scale is divided by 2^margin.", on_resume="refuse", unit="powers of 2", ge=0, le=16
+    )
+    high_precision_first: int = _key(
+        0, "First decoder layers kept out of FP8.", on_resume="refuse", unit="layers", ge=0
+    )
+    high_precision_last: int = _key(
+        0, "Last decoder layers kept out of FP8.", on_resume="refuse", unit="layers", ge=0
+    )
+
+
+class PrecisionConfig(Section):
+    """number formats"""
+
+    dtype: Literal["float32", "bfloat16", "float64"] = _key(
+        "float32",
+        "Compute type outside FP8. Master weights are float64 with float64, else float32.",
+        on_resume="refuse",
+    )
+    fp8: FP8Config = Field(default_factory=FP8Config)
+
+
+class ParallelConfig(Section):
+    """how many ranks along each axis; their product is the world size"""
+
+    pp: int = _key(1, "Pipeline stages.", on_resume="refuse", unit="ranks", ge=1)
+    dp: int = _key(1, "Data-parallel replicas.", on_resume="refuse", unit="ranks", ge=1)
+    tp: int = _key(1, "Tensor-parallel ranks (training supports 1).", on_resume="refuse", unit="ranks", ge=1)
+    ep: int = _key(1, "Expert-parallel ranks (training supports 1).", on_resume="refuse", unit="ranks", ge=1)
+
+    @property
+    def world(self) -> int:
+        """The number of ranks that the layout needs."""
+        return self.pp * self.dp * self.tp * self.ep
+
+
+class PipelineConfig(Section):
+    """the pipeline's schedule"""
+
+    schedule: Literal["1f1b", "gpipe"] = _key(
+        "1f1b", "Order of forward (F), input-gradient (I) and weight-gradient (W) work.", on_resume="warn"
+    )
+    microbatches: int = _key(
+        4,
+        "Microbatches per optimizer step and data-parallel replica.",
+        on_resume="refuse",
+        unit="microbatches",
+        ge=1,
+    )
+    w_delay: int | None = _key(
+        0,
+        "By how many microbatches W trails I; null: the stage's index.",
+        on_resume="warn",
+        unit="microbatches",
+        ge=0,
+    )
+    stage_layers: tuple[int, ...] | None = _key(
+        None,
+        "Decoder layers of each stage, one number per stage, adding up to model.num_layers; null: even, the "
+        "first stages take one more where it does not divide.",
+        on_resume="refuse",
+        unit="layers",
+        strict=False,
+    )
+
+
+class GraphsConfig(Section):
+    """capture and replay of actions"""
+
+    backend: Literal["eager", "host_replay"] = _key(
+        "eager",
+        "eager: run actions directly. host_replay: capture each action once and replay its recorded "
+        "operations, as a CUDA graph would (for correctness, not speed).",
+        on_resume="warn",
+    )
+    scope: Literal["action"] = _key("action", "What one graph holds: a single action.", on_resume="warn")
+
+
+class ContractConfig(Section):
+    """checks of the state and resource contract"""
+
+    mode: Literal["enforce", "trace", "off"] = _key(
+        "enforce",
+        "enforce: a violation is an error. trace: also record every effect to a file. off: no checks, for "
+        "measuring their cost.",
+        on_resume="free",
+    )
+    poison: bool = _key(
+        False, "Fill released slots with NaN, so that a use after release shows.", on_resume="free"
+    )
+    trace_file: str | None = _key(
+        None, "File that mode trace writes; null: one in run.dir.", on_resume="free", unit="path"
+    )
+
+
+class DataConfig(Section):
+    """the corpus and how it is cut"""
+
+    train: str | None = _key(
+        None,
+        "Training corpus: path of a .bin/.idx pair without the ending. Its content is checked on resume.",
+        on_resume="warn",
+        unit="path",
+    )
+    valid: str | None = _key(
+        None, "Held-out corpus for evaluation, as data.train.", on_resume="free", unit="path"
+    )
+    tokenizer: str | None = _key(
+        None, "sentencepiece model file (.model) of the corpus.", on_resume="warn", unit="path"
+    )
+    seq_len: int = _key(128, "Length of one training sequence.", on_resume="refuse", unit="tokens", ge=1)
+    microbatch_size: int = _key(8, "Sequences in one microbatch.", on_resume="refuse", unit="sequences", ge=1)
+
+
+class OptimConfig(Section):
+    """AdamW and the learning-rate schedule"""
+
+    lr: float = _key(1e-3, "Peak learning rate.", on_resume="warn", unit="per optimizer step", gt=0)
+    min_lr_ratio: float = _key(
+        0.1, "Learning rate at the end, as a fraction of the peak.", on_resume="warn", ge=0, le=1
+    )
+    warmup_steps: int = _key(10, "Linear warm-up from zero.", on_resume="warn", unit="optimizer steps", ge=0)
+    schedule: Literal["linear", "cosine", "wsd"] = _key(
+        "linear",
+        "Decay after warm-up: linear or cosine down to the minimum at train.steps, or wsd (flat, then linear "
+        "over the last optim.wsd_decay_steps).",
+        on_resume="warn",
+    )
+    wsd_decay_steps: int | None = _key(
+        None, "Length of the decay of schedule wsd.", on_resume="warn", unit="optimizer steps", ge=1
+    )
+    beta1: float = _key(0.9, "AdamW: decay of the first moment.", on_resume="warn", ge=0, lt=1)
+    beta2: float = _key(0.95, "AdamW: decay of the second moment.", on_resume="warn", ge=0, lt=1)
+    eps: float = _key(1e-8, "AdamW: added to the root of the second moment.", on_resume="warn", gt=0)
+    weight_decay: float = _key(
+        0.1, "AdamW: decoupled weight decay, of matrices only.", on_resume="warn", unit="per lr", ge=0
+    )
+    clip_norm: float | None = _key(
+        1.0, "Largest global gradient norm; null: no clipping.", on_resume="warn", unit="L2 norm", gt=0
+    )
+    nonfinite: Literal["skip", "raise"] = _key(
+        "skip",
+        "What an infinite or NaN gradient does: skip that step on all ranks, or end.",
+        on_resume="warn",
+    )
+
+
+class TrainConfig(Section):
+    """length of the run, evaluation, logging interval"""
+
+    steps: int = _key(
+        ...,
+        "Optimizer steps of the whole run; the learning-rate schedule ends there.",
+        on_resume="warn",
+        unit="optimizer steps",
+        ge=1,
+    )
+    max_minutes: float | None = _key(
+        None,
+        "Save and exit after this long, with checkpoint.requeue_exit_code; null: no limit.",
+        on_resume="free",
+        unit="minutes",
+        gt=0,
+    )
+    eval_every: int = _key(
+        0, "Evaluate on data.valid this often; 0: never.", on_resume="free", unit="optimizer steps", ge=0
+    )
+    eval_microbatches: int = _key(
+        8, "Microbatches of one evaluation.", on_resume="free", unit="microbatches", ge=1
+    )
+    log_every: int = _key(
+        1, "Write metrics and progress this often.", on_resume="free", unit="optimizer steps", ge=1
+    )
+    threads: int = _key(
+        1, "CPU threads per process; part of the result.", on_resume="warn", unit="threads", ge=1
+    )
+
+
+class CheckpointConfig(Section):
+    """saving and resuming"""
+
+    dir: str | None = _key(
+        None, "Folder of the checkpoints; null: checkpoints in run.dir.", on_resume="free", unit="path"
+    )
+    every: int = _key(
+        0, "Save this often; 0: at the end or when stopped only.", on_resume="free", unit="steps", ge=0
+    )
+    keep: int = _key(3, "Newest checkpoints kept; 0: all.", on_resume="free", unit="checkpoints", ge=0)
+    resume: str = _key(
+        "auto",
+        "auto: from the newest complete checkpoint, or fresh where the folder is empty. never: fresh. "
+        "Otherwise the path of one checkpoint.",
+        on_resume="free",
+        min_length=1,
+    )
+    requeue_exit_code: int = _key(
+        0,
+        "Exit code after a save asked for by SIGTERM, SIGUSR1 or train.max_minutes.",
+        on_resume="free",
+        unit="exit code",
+        ge=0,
+        le=255,
+    )
+    save_at_end: bool = _key(True, "Save after the last step.", on_resume="free")
+
+
+class LoggingConfig(Section):
+    """metrics and progress"""
+
+    wandb: Literal["disabled", "offline", "online"] = _key(
+        "disabled", "Weights & Biases; needs the extra wandb.", on_resume="free"
+    )
+    wandb_project: str = _key("qeffect-lm", "wandb project.", on_resume="free", min_length=1)
+    wandb_entity: str | None = _key(None, "wandb entity; null: the account's.", on_resume="free")
+    wandb_group: str | None = _key(None, "wandb group; null: none.", on_resume="free")
+    progress: Literal["auto", "bar", "plain", "off"] = _key(
+        "auto", "Progress on the terminal; auto: bar on a terminal, else plain lines.", on_resume="free"
+    )
+
+
+class LaunchConfig(Section):
+    """processes and their communication"""
+
+    timeout_seconds: float = _key(
+        300.0, "How long a rank waits for a dead or absent peer.", on_resume="free", unit="seconds", gt=0
+    )
+    backend: Literal["gloo"] = _key("gloo", "torch.distributed backend.", on_resume="warn")

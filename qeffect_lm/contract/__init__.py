@@ -1,0 +1,1 @@
+"""The state and resource contract: effects, ledger, scale timeline, leases, weight versions, stream clock, errors."""

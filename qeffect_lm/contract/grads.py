@@ -1,0 +1,111 @@
+"""``GradSlot``: every producer of a weight gradient knows its place in the flat main gradient.
+
+The first writer of the optimizer step uses beta 0 (overwrite), later ones beta 1 (add): nothing is zero-filled, and what a
+previous step left is gone. A producer without work reports EMPTY; a slot with only EMPTYs is zeroed before the optimizer
+reads it. The optimizer refuses to step until each slot has as many writers as the plan says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from qeffect_lm.contract.errors import GradSlotError
+
+
+@dataclass(frozen=True)
+class GradSlot:
+    """One producer's place: ``view`` is the parameter's main gradient (any shape, main-gradient dtype)."""
+
+    name: str
+    view: torch.Tensor
+
+
+class GradSlots:
+    """The main-gradient slots of one rank and who wrote them in this step."""
+
+    def __init__(self, slots: Iterable[GradSlot]) -> None:
+        self.slots = {slot.name: slot for slot in slots}
+        self._writes: dict[str, int] = dict.fromkeys(self.slots, 0)
+        self._reports: dict[str, int] = dict.fromkeys(self.slots, 0)
+        self._group_writes: dict[tuple[str, ...], int] = {}
+
+    def begin_step(self) -> None:
+        for name in self._writes:
+            self._writes[name] = self._reports[name] = 0
+        self._group_writes.clear()
+
+    def _count(self, name: str) -> int:
+        return self._writes[name] + sum(n for group, n in self._group_writes.items() if name in group)
+
+    def write(self, name: str, beta: int, microbatch: int | None = None) -> None:
+        """Account for one write.
+
+        Raises:
+            GradSlotError: beta 0 where there are writers already (their sum would be lost), or beta 1 where there are
+                none (last step's gradient would be added).
+        """
+        if name not in self.slots:
+            raise GradSlotError(f"no gradient slot was declared for {name!r}", layer=name)
+        count = self._count(name)
+        if (beta == 0) != (count == 0):
+            lost = "overwrite what is there" if beta == 0 else "add to the previous step's gradient"
+            raise GradSlotError(
+                f"writer {count + 1} of {name!r} has beta {beta}: it would {lost}",
+                layer=name,
+                microbatch=microbatch,
+                beta=beta,
+                writers=count,
+            )
+        self._writes[name] += 1
+
+    def write_group(self, names: tuple[str, ...], beta: int, microbatch: int | None = None) -> None:
+        """Account for a graph's writes: one comparison for all of ``names``."""
+        if not names:
+            return
+        count = self._group_writes.get(names, 0)
+        if (beta == 0) != (count == 0) or (beta == 0 and any(self._writes[name] for name in names)):
+            for name in names:
+                if (beta == 0) != (self._count(name) == 0):
+                    lost = "overwrite what is there" if beta == 0 else "add to the previous step's gradient"
+                    raise GradSlotError(
+                        f"replayed writer of {name!r} has beta {beta}: it would {lost}",
+                        layer=name,
+                        microbatch=microbatch,
+                        beta=beta,
+                        writers=self._count(name),
+                    )
+        self._group_writes[names] = count + 1
+
+    def report_empty(self, name: str) -> None:
+        """A producer had no work this time (an idle expert)."""
+        self._reports[name] += 1
+
+    def check_complete(self, expected: int) -> None:
+        """Before the optimizer: every slot has ``expected`` reports, writes or EMPTYs.
+
+        Raises:
+            GradSlotError: names the first slot that has not.
+        """
+        grouped: dict[str, int] = dict.fromkeys(self.slots, 0)
+        for names, count in self._group_writes.items():
+            for name in names:
+                grouped[name] += count
+        for name in self.slots:
+            count = self._writes[name] + grouped[name] + self._reports[name]
+            if count != expected:
+                raise GradSlotError(
+                    f"the optimizer would step on {name!r} with {count} of {expected} contributions",
+                    layer=name,
+                    writers=count,
+                    expected=expected,
+                )
+
+    def zero_empty_(self) -> Sequence[str]:
+        """Zero the slots that got only EMPTYs; returns their names."""
+        idle = [name for name in self.slots if self._count(name) == 0]
+        for name in idle:
+            self.slots[name].view.zero_()
+        return idle

@@ -1,0 +1,301 @@
+"""I2, ``Lease``: retained backward resources have owners and generations.
+
+A lease belongs to (step, chunk, microbatch, layer) and lives EMPTY → FORWARDED → INPUT_GRAD_DONE → FREE. Its payload (what
+the weight-gradient GEMM needs) lies in a *slot*; a slot's generation counts its owners, and a handle of an older
+generation reads nothing. Look-ups are by key, never first-in-first-out.
+
+A chunk's microbatch is itself a lease (layer ``*``), so that a chunk without a split layer is guarded too. Layers of one
+group that move together, as a graph's do, are one comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from qeffect_lm.contract.errors import (
+    InputGradTwiceError,
+    LeaseError,
+    LeaseLeakError,
+    LeaseRetainedError,
+    NotForwardedError,
+    StaleHandleError,
+    WeightGradBeforeInputGradError,
+    WeightGradTwiceError,
+)
+
+
+class LeaseState(StrEnum):
+    EMPTY = "empty"
+    FORWARDED = "forwarded"
+    INPUT_GRAD_DONE = "input_grad_done"
+    FREE = "free"
+
+
+class Slot(NamedTuple):
+    """A place for what a microbatch retains: kind ``I`` (forward → input gradient) or ``W`` (forward → weight gradient)."""
+
+    kind: str
+    chunk: int
+    index: int
+
+
+class Owner(NamedTuple):
+    step: int
+    chunk: int
+    microbatch: int
+
+
+@dataclass
+class WeightGradHandle:
+    """What one W GEMM needs. Affine: :meth:`LeaseTable.consume` gives the payload out once."""
+
+    owner: Owner
+    layer: str
+    slot: Slot
+    generation: int
+    payload: Any
+    consumed: bool = False
+
+
+@dataclass
+class _Group:
+    owner: Owner
+    i_slot: Slot
+    w_slot: Slot
+    state: LeaseState = LeaseState.EMPTY
+    layers: dict[str, LeaseState] = field(default_factory=dict)
+    handles: dict[str, WeightGradHandle] = field(default_factory=dict)
+
+
+@dataclass
+class _SlotRecord:
+    generation: int = 0
+    holder: Owner | None = None
+
+
+_NEXT = {
+    "F": (LeaseState.EMPTY, LeaseState.FORWARDED),
+    "I": (LeaseState.FORWARDED, LeaseState.INPUT_GRAD_DONE),
+    "W": (LeaseState.INPUT_GRAD_DONE, LeaseState.FREE),
+}
+
+
+def _illegal(move: str, state: LeaseState, owner: Owner, layer: str) -> LeaseError:
+    place: dict[str, Hashable] = {
+        "step": owner.step,
+        "chunk": owner.chunk,
+        "microbatch": owner.microbatch,
+        "layer": layer,
+        "state": str(state),
+    }
+    if state is LeaseState.EMPTY:
+        return NotForwardedError(f"{move} of a microbatch that was never forwarded", **place)
+    if move == "F":
+        return LeaseRetainedError("F of a microbatch that already went forward in this step", **place)
+    if move == "I":
+        return InputGradTwiceError("I runs a second time", **place)
+    if state is LeaseState.FORWARDED:
+        return WeightGradBeforeInputGradError("W before I: the output gradient is not there yet", **place)
+    return WeightGradTwiceError("W runs a second time: its handle was consumed", **place)
+
+
+class LeaseTable:
+    """All leases and slots of one rank."""
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self._groups: dict[tuple[int, int], _Group] = {}
+        self._slots: dict[Slot, _SlotRecord] = {}
+
+    # ---- the step ----------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> None:
+        if self._groups:
+            self.end_step()
+        self.step = step
+
+    def end_step(self) -> None:
+        """Every microbatch of the step must be FREE.
+
+        Raises:
+            LeaseLeakError: names the first layer and microbatch whose W (or I) did not run.
+        """
+        for group in self._groups.values():
+            for layer, state in [*group.layers.items(), ("*", group.state)]:
+                if state is not LeaseState.FREE:
+                    missing = "W" if state is LeaseState.INPUT_GRAD_DONE else "I"
+                    raise LeaseLeakError(
+                        f"the step ends while a lease is retained: {missing} did not run",
+                        step=group.owner.step,
+                        chunk=group.owner.chunk,
+                        microbatch=group.owner.microbatch,
+                        layer=layer,
+                        state=str(state),
+                        slot=tuple(group.w_slot),
+                        generation=self._slots[group.w_slot].generation,
+                    )
+        self._groups.clear()
+        self.step = None
+
+    def abandon(self) -> None:
+        """Free everything after a failed step; generations move on, so old handles stay dead."""
+        for record in self._slots.values():
+            record.generation += 1
+            record.holder = None
+        self._groups.clear()
+        self.step = None
+
+    # ---- actions -----------------------------------------------------------------------------------------------
+
+    def open(self, chunk: int, microbatch: int, i_slot: Slot, w_slot: Slot, *, check: bool = True) -> Owner:
+        """F begins: the microbatch takes its two slots (mode ``off``: unchecked).
+
+        Raises:
+            LeaseRetainedError: it went forward already, or a slot is still held.
+        """
+        if self.step is None:
+            raise LeaseError("an action outside a step", chunk=chunk, microbatch=microbatch)
+        owner = Owner(self.step, chunk, microbatch)
+        present = self._groups.get((chunk, microbatch))
+        if present is not None and check:
+            raise _illegal("F", present.state, owner, "*")
+        for slot in (i_slot, w_slot):
+            record = self._slots.setdefault(slot, _SlotRecord())
+            if record.holder is not None and check:
+                raise LeaseRetainedError(
+                    f"slot {tuple(slot)} is claimed while {tuple(record.holder)} retains it",
+                    step=owner.step,
+                    chunk=chunk,
+                    microbatch=microbatch,
+                    holder=tuple(record.holder),
+                    generation=record.generation,
+                )
+        for slot in (i_slot, w_slot):
+            record = self._slots[slot]
+            record.holder = owner
+            record.generation += 1
+        self._groups[chunk, microbatch] = _Group(owner, i_slot, w_slot)
+        return owner
+
+    def require(self, move: str, chunk: int, microbatch: int) -> None:
+        """Raise the move's own error unless the whole microbatch may make it now (before any work is launched)."""
+        self._group(move, chunk, microbatch, check=True)
+
+    def advance(self, move: str, chunk: int, microbatch: int, layer: str) -> None:
+        """One layer makes a move (F, I or W)."""
+        group = self._group(move, chunk, microbatch)
+        before, after = _NEXT[move]
+        state = group.layers.get(layer, LeaseState.EMPTY)
+        if state is not before:
+            raise _illegal(move, state, group.owner, layer)
+        group.layers[layer] = after
+
+    def finish(self, move: str, chunk: int, microbatch: int) -> None:
+        """The action ends: all layers must have made the move; I releases the I-slot, W the W-slot."""
+        group = self._group(move, chunk, microbatch, check=True)
+        after = _NEXT[move][1]
+        for layer, state in group.layers.items():
+            if state is not after:
+                raise LeaseLeakError(
+                    f"{move} ended but a layer did not take part in it",
+                    step=group.owner.step,
+                    chunk=chunk,
+                    microbatch=microbatch,
+                    layer=layer,
+                    state=str(state),
+                )
+        group.state = after
+        if move == "I":
+            self._release(group.i_slot)
+        elif move == "W":
+            group.handles.clear()
+            self._release(group.w_slot)
+
+    def replay(self, move: str, chunk: int, microbatch: int, layers: tuple[str, ...]) -> None:
+        """A graph makes the move for all of ``layers`` at once."""
+        group = self._group(move, chunk, microbatch, check=True)
+        before, after = _NEXT[move]
+        if move != "F" and (len(group.layers) != len(layers) or any(s is not before for s in group.layers.values())):
+            for layer in layers:
+                if group.layers.get(layer, LeaseState.EMPTY) is not before:
+                    raise _illegal(move, group.layers.get(layer, LeaseState.EMPTY), group.owner, layer)
+        group.layers = dict.fromkeys(layers, after)
+        self.finish(move, chunk, microbatch)
+
+    # ---- payloads ----------------------------------------------------------------------------------------------
+
+    def retain(self, chunk: int, microbatch: int, layer: str, payload: Any) -> WeightGradHandle:
+        """F leaves what W will need in the microbatch's W-slot."""
+        group = self._group("F", chunk, microbatch)
+        handle = WeightGradHandle(
+            group.owner, layer, group.w_slot, self._slots[group.w_slot].generation, payload
+        )
+        group.handles[layer] = handle
+        return handle
+
+    def handle(self, chunk: int, microbatch: int, layer: str) -> WeightGradHandle:
+        """The handle of a key."""
+        group = self._group("W", chunk, microbatch)
+        if layer not in group.handles:
+            raise _illegal("W", group.layers.get(layer, LeaseState.EMPTY), group.owner, layer)
+        return group.handles[layer]
+
+    def consume(self, handle: WeightGradHandle) -> Any:
+        """The payload, once.
+
+        Raises:
+            StaleHandleError: the slot has had another owner since.
+            WeightGradTwiceError: it was consumed before.
+        """
+        record = self._slots[handle.slot]
+        if record.generation != handle.generation or record.holder != handle.owner:
+            raise StaleHandleError(
+                f"a handle of generation {handle.generation} is used when slot {tuple(handle.slot)} is at "
+                f"{record.generation}",
+                step=handle.owner.step,
+                chunk=handle.owner.chunk,
+                microbatch=handle.owner.microbatch,
+                layer=handle.layer,
+                generation=handle.generation,
+                slot_generation=record.generation,
+            )
+        if handle.consumed:
+            raise _illegal("W", LeaseState.FREE, handle.owner, handle.layer)
+        handle.consumed = True
+        payload, handle.payload = handle.payload, None  # the table holds no memory that W has read
+        return payload
+
+    def payloads(self, chunk: int, microbatch: int) -> dict[str, Any]:
+        """What F left, by layer; capture takes I and W of one F more than once and puts it back in between."""
+        return {layer: handle.payload for layer, handle in self._groups[chunk, microbatch].handles.items()}
+
+    def put_back(self, chunk: int, microbatch: int, payloads: dict[str, Any]) -> None:
+        """The inverse of :meth:`payloads`."""
+        for layer, handle in self._groups[chunk, microbatch].handles.items():
+            handle.payload, handle.consumed = payloads[layer], False
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _group(self, move: str, chunk: int, microbatch: int, check: bool = False) -> _Group:
+        group = self._groups.get((chunk, microbatch))
+        if group is None:
+            owner = Owner(-1 if self.step is None else self.step, chunk, microbatch)
+            raise _illegal(move, LeaseState.EMPTY, owner, "*")
+        if check and group.state is not _NEXT[move][0]:
+            raise _illegal(move, group.state, group.owner, "*")
+        return group
+
+    def _release(self, slot: Slot) -> None:
+        self._slots[slot].holder = None
+
+    def counts(self) -> dict[str, int]:
+        """How many leases and slots are held now (flat over steps in a sound run)."""
+        held = sum(1 for group in self._groups.values() if group.state is not LeaseState.FREE)
+        return {"groups": held, "slots": sum(1 for record in self._slots.values() if record.holder is not None)}
+
+    def generations(self) -> dict[str, int]:
+        """Slot generations by name, for traces and tests."""
+        return {f"{s.kind}{s.chunk}.{s.index}": record.generation for s, record in sorted(self._slots.items())}

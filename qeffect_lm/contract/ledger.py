@@ -1,0 +1,345 @@
+"""The ledger: one place where every action's effects on named state are declared, checked and, if asked, traced.
+
+An action runs inside a *scope*. In eager execution layers call the scope's methods as they touch state. A captured graph
+cannot: its effects are recorded once, while it is captured, and become its :class:`Summary`; :meth:`Ledger.replay` checks
+and applies the summary in a few comparisons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from qeffect_lm.contract.errors import LeaseError
+from qeffect_lm.contract.grads import GradSlots
+from qeffect_lm.contract.leases import LeaseTable, Slot
+from qeffect_lm.contract.streams import Access, StreamClock
+from qeffect_lm.contract.timeline import Direction, ScaleTimeline
+from qeffect_lm.contract.trace import TraceWriter
+from qeffect_lm.contract.versions import WeightVersions
+
+
+class Mode(StrEnum):
+    """``enforce`` checks, ``trace`` also writes every effect to a file, ``off`` neither (to measure the cost)."""
+
+    ENFORCE = "enforce"
+    TRACE = "trace"
+    OFF = "off"
+
+
+BufferAccess = tuple[Hashable, Access]
+
+
+@dataclass
+class Summary:
+    """What a graph does to contract state, relative to its microbatch; recorded at capture, applied at replay."""
+
+    kind: str
+    scales: frozenset[Direction] = frozenset()
+    roles: tuple[str, ...] = ()
+    weights: tuple[tuple[str, str], ...] = ()
+    layers: tuple[str, ...] = ()
+    grads: tuple[str, ...] = ()
+    beta: int | None = None
+
+
+@dataclass
+class Scope:
+    """One running action, as the layers see it. ``epoch`` is the scale epoch it is bound to."""
+
+    ledger: Ledger
+    kind: str
+    chunk: int
+    microbatch: int
+    beta: int | None
+    epoch: int = 0
+    summary: Summary = field(init=False)
+    _layers: list[str] = field(default_factory=list)
+    _roles: list[str] = field(default_factory=list)
+    _weights: dict[tuple[str, str], None] = field(default_factory=dict)
+    _grads: list[str] = field(default_factory=list)
+
+    @property
+    def contributor(self) -> Hashable:
+        return (self.kind, self.chunk, self.microbatch)
+
+    # ---- what layers call --------------------------------------------------------------------------------------
+
+    def read_scale(self, role: str) -> None:
+        """The action reads a scale of the epoch it is bound to."""
+        if self.ledger.checks:
+            self.ledger.timeline.check_reader(self.contributor, role)
+            self.ledger.note(self, "read_scale", role, epoch=self.epoch)
+
+    def report_amax(self, role: str) -> None:
+        """The action max-merges an amax into the role's open slot."""
+        self._roles.append(role)
+        if self.ledger.checks:
+            self.ledger.timeline.check_reader(self.contributor, role)
+            self.ledger.note(self, "report_amax", role, epoch=self.epoch)
+
+    def read_weight(self, name: str, layout: str) -> None:
+        """The action reads a cached weight: current version and, in window ``step``, current epoch."""
+        self._weights[name, layout] = None
+        if self.ledger.checks:
+            self.ledger.versions.require(
+                name, layout, epoch=self.ledger.weight_epoch(), reader=self._who(), microbatch=self.microbatch
+            )
+            self.ledger.note(self, "read_weight", name, layout=layout, version=self.ledger.versions.versions[name])
+
+    def retain(self, layer: str, payload: Any) -> None:
+        """F leaves the payload of a later W."""
+        self._layers.append(layer)
+        leases = self.ledger.leases
+        leases.retain(self.chunk, self.microbatch, layer, payload)
+        if self.ledger.checks:
+            leases.advance("F", self.chunk, self.microbatch, layer)
+            self.ledger.note(self, "retain", layer)
+
+    def input_grad_done(self, layer: str) -> Any:
+        """I of one layer: gives back the payload that F left, for dY to be added to it."""
+        self._layers.append(layer)
+        leases = self.ledger.leases
+        if self.ledger.checks:
+            leases.advance("I", self.chunk, self.microbatch, layer)
+            self.ledger.note(self, "input_grad_done", layer)
+        return leases.handle(self.chunk, self.microbatch, layer).payload
+
+    def take_weight_grad(self, layer: str) -> Any:
+        """W of one layer: the payload, once."""
+        self._layers.append(layer)
+        leases = self.ledger.leases
+        handle = leases.handle(self.chunk, self.microbatch, layer)
+        if self.ledger.checks:
+            leases.advance("W", self.chunk, self.microbatch, layer)
+            self.ledger.note(self, "weight_grad", layer, generation=handle.generation)
+        return leases.consume(handle)
+
+    def write_grad(self, name: str) -> int:
+        """The action writes a main gradient; returns the beta to write it with."""
+        assert self.beta is not None, "only I and W write gradients"
+        self._grads.append(name)
+        if self.ledger.checks:
+            self.ledger.grads.write(name, self.beta, self.microbatch)
+            self.ledger.note(self, "write_grad", name, beta=self.beta)
+        return self.beta
+
+    def _who(self) -> str:
+        return f"{self.chunk}{self.kind}{self.microbatch}"
+
+    def summarise(self) -> Summary:
+        """The effects so far, as a graph's summary."""
+        directions = {"F": {Direction.FORWARD}, "I": {Direction.BACKWARD}}.get(self.kind, set())
+        return Summary(
+            self.kind,
+            frozenset(directions),
+            tuple(self._roles),
+            tuple(self._weights),
+            tuple(self._layers),
+            tuple(self._grads),
+            self.beta,
+        )
+
+
+_DIRECTION = {"F": Direction.FORWARD, "I": Direction.BACKWARD}
+
+
+class Ledger:
+    """Timeline, leases, weight versions, gradient slots and stream clock of one rank, under one mode."""
+
+    def __init__(
+        self,
+        timeline: ScaleTimeline,
+        versions: WeightVersions,
+        grads: GradSlots,
+        *,
+        mode: Mode | str = Mode.ENFORCE,
+        trace: TraceWriter | None = None,
+    ) -> None:
+        self.mode = Mode(mode)
+        self.timeline, self.versions, self.grads = timeline, versions, grads
+        self.leases, self.streams = LeaseTable(), StreamClock()
+        self._trace = trace
+        self._current: Scope | None = None
+        self.step = 0
+
+    @property
+    def checks(self) -> bool:
+        return self.mode is not Mode.OFF
+
+    def weight_epoch(self) -> int | None:
+        """The scale epoch a cached weight must have: in window ``microbatch`` a cache keeps the scale it was made with."""
+        return self.timeline.epochs[Direction.FORWARD] if self.timeline.window == "step" else None
+
+    # ---- the step ----------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> None:
+        self.step = step
+        self.leases.begin_step(step)
+        self.timeline.begin_window()
+        self.grads.begin_step()
+        self.note(None, "begin_step", str(step))
+
+    def end_step(self) -> None:
+        """No lease is left, no window is open."""
+        if self.checks:
+            self.leases.end_step()
+        else:
+            self.leases.abandon()
+        self.timeline.close_window()
+        self.note(None, "end_step", str(self.step))
+
+    def abandon_step(self) -> None:
+        """After an exception: nothing of the step stays behind on the host's side."""
+        self._current = None
+        self.leases.abandon()
+        self.timeline.abandon()
+        self.streams.settle()
+        self.note(None, "abandon_step", str(self.step))
+
+    # ---- actions -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def action(
+        self,
+        kind: str,
+        chunk: int,
+        microbatch: int,
+        *,
+        beta: int | None = None,
+        slots: tuple[Slot, Slot] | None = None,
+    ) -> Iterator[Scope]:
+        """Run F, I or W of a microbatch; F takes ``slots`` (I-slot, W-slot)."""
+        if self._current is not None:
+            raise LeaseError(f"{kind} starts inside {self._current.kind}", chunk=chunk, microbatch=microbatch)
+        scope = Scope(self, kind, chunk, microbatch, beta)
+        self._enter(kind, chunk, microbatch, slots)
+        direction = _DIRECTION.get(kind)
+        if direction is not None and self.checks:
+            scope.epoch = self.timeline.begin(scope.contributor, direction)
+        self._current = scope
+        try:
+            yield scope
+        finally:
+            self._current = None
+        if direction is not None and self.checks:
+            self.timeline.end(scope.contributor)
+        if self.checks:
+            self.leases.finish(kind, chunk, microbatch)
+
+    def replay(
+        self, summary: Summary, chunk: int, microbatch: int, *, slots: tuple[Slot, Slot] | None = None
+    ) -> None:
+        """Check and apply a captured graph's effects for this microbatch, before the graph is launched."""
+        if not self.checks:
+            return
+        kind = summary.kind
+        self._enter(kind, chunk, microbatch, slots)
+        contributor = (kind, chunk, microbatch)
+        direction = _DIRECTION.get(kind)
+        epoch = self.timeline.begin(contributor, direction) if direction is not None else 0
+        if summary.weights:
+            self.versions.require_all(summary.weights, epoch=self.weight_epoch(), reader=f"{chunk}{kind}{microbatch}")
+        if summary.beta is not None:
+            self.grads.write_group(summary.grads, summary.beta, microbatch)
+        if direction is not None:
+            self.timeline.end(contributor)
+        self.leases.replay(kind, chunk, microbatch, summary.layers)
+        if self._trace is not None:
+            self._note_summary(summary, chunk, microbatch, epoch)
+
+    def _enter(self, kind: str, chunk: int, microbatch: int, slots: tuple[Slot, Slot] | None) -> None:
+        if kind == "F":
+            assert slots is not None, "F takes an I-slot and a W-slot"
+            self.leases.open(chunk, microbatch, *slots, check=self.checks)
+        elif self.checks:
+            self.leases.require(kind, chunk, microbatch)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """While a graph is captured: scopes record their effects, nothing is checked (a replay will be)."""
+        mode, self.mode = self.mode, Mode.OFF
+        trace, self._trace = self._trace, None
+        try:
+            yield
+        finally:
+            self.mode, self._trace = mode, trace
+
+    def commit(
+        self,
+        epoch: int,
+        directions: Sequence[Direction] = tuple(Direction),
+        by: str = "COMMIT",
+        *,
+        calibration: bool = False,
+    ) -> None:
+        """Account for a scale commit that closes ``epoch``."""
+        if self.checks:
+            self.timeline.commit(epoch, directions, by, calibration=calibration)
+            self.note(None, "commit", by, epoch=epoch, directions=[str(d) for d in directions])
+        else:  # the counters are state that checkpoints compare; only the checks are off
+            for direction in directions:
+                self.timeline.epochs[direction] = epoch + 1
+            self.timeline.commits += 1
+
+    def refreshed(self, layers: dict[str, str], layouts: Sequence[str]) -> None:
+        """Account for one refresh of the weight caches: ``layers`` maps each parameter to its layer."""
+        epoch = self.timeline.epochs[Direction.FORWARD]
+        if self.checks and self.timeline.roles:
+            contributor = ("REFRESH", self.versions.refreshes)
+            self.timeline.begin(contributor, Direction.FORWARD, between=True)
+            self.timeline.end(contributor)
+        for name in layers:
+            self.versions.refreshed(name, epoch=epoch, layouts=layouts)
+        self.versions.refreshes += 1
+        self.note(None, "refresh", f"{len(layers)} weights", epoch=epoch)
+
+    # ---- streams -----------------------------------------------------------------------------------------------
+
+    def launch(self, stream: str, accesses: Iterable[BufferAccess], who: str) -> None:
+        """The host launches work on ``stream`` that accesses whole buffers."""
+        if not self.checks:
+            return
+        self.streams.launch(stream)
+        for buffer, kind in accesses:
+            self.streams.access(stream, buffer, kind, who)
+        if self._trace is not None:
+            self._trace.write(
+                {"effect": "launch", "stream": stream, "who": who, "accesses": [[str(b), str(k)] for b, k in accesses]}
+            )
+
+    # ---- trace -------------------------------------------------------------------------------------------------
+
+    def note(self, scope: Scope | None, effect: str, what: str, **values: object) -> None:
+        """Write one effect to the trace (mode ``trace``)."""
+        if self._trace is None:
+            return
+        place = {} if scope is None else {"kind": scope.kind, "chunk": scope.chunk, "microbatch": scope.microbatch}
+        self._trace.write({"effect": effect, "step": self.step, **place, "what": what, **values})
+
+    def _note_summary(self, summary: Summary, chunk: int, microbatch: int, epoch: int) -> None:
+        assert self._trace is not None
+        self._trace.write(
+            {
+                "effect": "replay",
+                "step": self.step,
+                "kind": summary.kind,
+                "chunk": chunk,
+                "microbatch": microbatch,
+                "epoch": epoch,
+                "layers": list(summary.layers),
+                "roles": list(summary.roles),
+                "weights": [name for name, _ in summary.weights],
+                "grads": list(summary.grads),
+                "beta": summary.beta,
+            }
+        )
+
+    # ---- state -------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """The host's counters that a checkpoint saves and a resume compares."""
+        return {"timeline": self.timeline.state(), "weights": self.versions.state()}

@@ -1,0 +1,221 @@
+"""I4, ``StreamClock``: streams complete in both directions.
+
+Every stream carries a vector clock (Fidge 1988, Mattern 1989); an event is a copy of it; a wait joins it. Every
+contract-managed byte range of a buffer remembers its last write and the reads and max-merges since, as the streams' own
+ticks (the epoch idea of FastTrack, Flanagan and Freund 2009), so a check is one comparison per remembered access. The
+host is a stream like the others: a launch is an edge host → stream, a host synchronisation one stream → host.
+
+The verdict depends on the recorded edges alone, never on timing: an access not ordered after the last conflicting one
+raises :class:`StreamOrderError` whether or not the race would have bitten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from qeffect_lm.contract.errors import StreamOrderError
+
+HOST = "host"
+Clock = dict[str, int]
+
+
+class Access(StrEnum):
+    """What an action does to a byte range. MAX_MERGEs commute with each other and with nothing else."""
+
+    READ = "read"
+    WRITE = "write"
+    MAX_MERGE = "max_merge"
+
+
+@dataclass(frozen=True)
+class Event:
+    """A recorded event. ``covers`` lists the only buffers that an *early* event vouches for (None: all)."""
+
+    stream: str
+    clock: Mapping[str, int]
+    overlays: Mapping[Hashable, Mapping[str, int]]
+    covers: frozenset[Hashable] | None = None
+
+
+@dataclass
+class _Stream:
+    clock: Clock
+    overlays: dict[Hashable, Clock] = field(default_factory=dict)  # per buffer, from early events
+
+
+@dataclass
+class _Range:
+    """Bytes [lo, hi) and who touched them last: (stream, tick, description)."""
+
+    lo: int
+    hi: int
+    write: tuple[str, int, str] | None = None
+    reads: dict[str, tuple[int, str]] = field(default_factory=dict)
+    merges: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def cut(self, lo: int, hi: int) -> _Range:
+        return _Range(lo, hi, self.write, dict(self.reads), dict(self.merges))
+
+
+WHOLE = 1 << 62  # the end of a range given without one
+
+
+def _join(into: Clock, other: Mapping[str, int]) -> None:
+    for stream, tick in other.items():
+        if into.get(stream, 0) < tick:
+            into[stream] = tick
+
+
+class StreamClock:
+    """Vector clocks over named streams and the access history of named buffers."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, _Stream] = {}
+        self._buffers: dict[Hashable, list[_Range]] = {}
+
+    def _stream(self, name: str) -> _Stream:
+        if name not in self._streams:
+            self._streams[name] = _Stream({name: 1})
+        return self._streams[name]
+
+    # ---- edges -------------------------------------------------------------------------------------------------
+
+    def launch(self, stream: str) -> None:
+        """The host launches work on ``stream``: whatever the host knows is ordered before it."""
+        if stream != HOST:
+            host, target = self._stream(HOST), self._stream(stream)
+            _join(target.clock, host.clock)
+            for buffer, clock in host.overlays.items():
+                _join(target.overlays.setdefault(buffer, {}), clock)
+            host.clock[HOST] += 1  # what the host does from here on is not ordered before this launch
+
+    def record(self, stream: str, covers: Iterable[Hashable] | None = None) -> Event:
+        """Record an event after all work launched on ``stream`` so far (early: only for the buffers in ``covers``)."""
+        state = self._stream(stream)
+        event = Event(
+            stream,
+            dict(state.clock),
+            {buffer: dict(clock) for buffer, clock in state.overlays.items()},
+            None if covers is None else frozenset(covers),
+        )
+        state.clock[stream] += 1  # later work has a later tick than the event vouches for
+        return event
+
+    def wait(self, stream: str, event: Event) -> None:
+        """Make later work on ``stream`` wait for ``event``."""
+        state = self._stream(stream)
+        if event.covers is None:
+            _join(state.clock, event.clock)
+            for buffer, clock in event.overlays.items():
+                _join(state.overlays.setdefault(buffer, {}), clock)
+            return
+        for buffer in event.covers:
+            overlay = state.overlays.setdefault(buffer, {})
+            _join(overlay, event.clock)
+            _join(overlay, event.overlays.get(buffer, {}))
+
+    def synchronize(self, event: Event) -> None:
+        """The host blocks until ``event``."""
+        self.wait(HOST, event)
+
+    # ---- accesses ----------------------------------------------------------------------------------------------
+
+    def access(
+        self, stream: str, buffer: Hashable, kind: Access, who: str = "", lo: int = 0, hi: int = WHOLE
+    ) -> None:
+        """Declare that work now launched on ``stream`` accesses bytes [lo, hi) of ``buffer``.
+
+        Raises:
+            StreamOrderError: a conflicting earlier access is not ordered before this one.
+        """
+        state = self._stream(stream)
+        tick = state.clock[stream]
+        for piece in self._pieces(buffer, lo, hi):
+            self._check(state, stream, buffer, piece, kind, who)
+            if kind is Access.WRITE:
+                piece.write, piece.reads, piece.merges = (stream, tick, who), {}, {}
+            elif kind is Access.READ:
+                piece.reads[stream] = (tick, who)
+            else:
+                piece.merges[stream] = (tick, who)
+
+    def _check(
+        self, state: _Stream, stream: str, buffer: Hashable, piece: _Range, kind: Access, who: str
+    ) -> None:
+        overlay = state.overlays.get(buffer)
+
+        def ordered(other: str, tick: int) -> bool:
+            return state.clock.get(other, 0) >= tick or (overlay is not None and overlay.get(other, 0) >= tick)
+
+        earlier: list[tuple[Access, str, int, str]] = []
+        if piece.write is not None:
+            earlier.append((Access.WRITE, *piece.write))
+        if kind is not Access.READ:
+            earlier += [(Access.READ, other, *entry) for other, entry in piece.reads.items()]
+        if kind is not Access.MAX_MERGE:
+            earlier += [(Access.MAX_MERGE, other, *entry) for other, entry in piece.merges.items()]
+        for past_kind, other, tick, by in earlier:
+            if not ordered(other, tick):
+                raise StreamOrderError(
+                    f"{who or kind} ({kind} on stream {stream!r}) is not ordered after {by or past_kind} "
+                    f"({past_kind} on stream {other!r}) of buffer {buffer!r}: record an event on {other!r} after it "
+                    f"and make {stream!r} wait for it",
+                    buffer=buffer,
+                    stream=stream,
+                    other_stream=other,
+                    since_tick=tick,
+                    known_tick=state.clock.get(other, 0),
+                )
+
+    def _pieces(self, buffer: Hashable, lo: int, hi: int) -> list[_Range]:
+        """The ranges that make up [lo, hi), splitting at its ends; gaps become fresh ranges."""
+        if lo >= hi:
+            return []
+        ranges = self._buffers.setdefault(buffer, [])
+        if len(ranges) == 1 and ranges[0].lo == lo and ranges[0].hi == hi:
+            return ranges
+        result: list[_Range] = []
+        inside: list[_Range] = []
+        at = lo
+        for piece in ranges:
+            if piece.hi <= lo or piece.lo >= hi:
+                result.append(piece)
+                continue
+            if piece.lo < lo:
+                result.append(piece.cut(piece.lo, lo))
+            if piece.lo > at:
+                inside.append(_Range(at, piece.lo))
+            inside.append(piece.cut(max(piece.lo, lo), min(piece.hi, hi)))
+            at = inside[-1].hi
+            if piece.hi > hi:
+                result.append(piece.cut(hi, piece.hi))
+        if at < hi:
+            inside.append(_Range(at, hi))
+        self._buffers[buffer] = sorted(result + inside, key=lambda piece: piece.lo)
+        return inside
+
+    # ---- upkeep ------------------------------------------------------------------------------------------------
+
+    def forget(self, buffer: Hashable) -> None:
+        """Drop a buffer's history (its storage was given back)."""
+        self._buffers.pop(buffer, None)
+        for state in self._streams.values():
+            state.overlays.pop(buffer, None)
+
+    def settle(self) -> None:
+        """The host has waited for everything (an end of step, an abort): every stream knows every other."""
+        joined: Clock = {}
+        for state in self._streams.values():
+            _join(joined, state.clock)
+        for state in self._streams.values():
+            state.overlays.clear()
+        for name, state in self._streams.items():
+            state.clock = dict(joined)
+            state.clock[name] += 1  # nobody knows yet what the stream does from here on
+
+    @property
+    def buffers(self) -> tuple[Hashable, ...]:
+        """The buffers with a history, in order of first access."""
+        return tuple(self._buffers)

@@ -1,0 +1,252 @@
+"""I1, ``ScaleTimeline``: scaling updates are serialised in time.
+
+Every quantised role has a history of absolute maxima and a scale. Whoever reads, reads an immutable *epoch*; running work
+max-merges its amax into the open window's slots; :meth:`ScaleTimeline.commit` alone rolls the histories and makes the next
+scales (delayed scaling as in the FP8 formats paper, Micikevicius et al. 2022, and Transformer Engine's recipe):
+
+    scale = fp8_max / amax / 2**margin,   amax = max of the history, or its most recent entry
+
+The tensors (float32, one row per role, forward roles first) are what kernels and captured graphs touch; the epochs, windows and
+reports are the host's account of them. An amax slot holds ``EMPTY`` (-1) until somebody reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+import torch
+
+from qeffect_lm.contract.errors import ScaleOrderError
+from qeffect_lm.state import LogicalTensor, Role
+
+EMPTY = -1.0
+WINDOWS = ("step", "microbatch")
+
+
+class Direction(StrEnum):
+    """Forward roles (inputs, weights: E4M3) and backward ones (output gradients: E5M2) roll apart in window `microbatch`."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True)
+class ScaleRole:
+    """One quantised tensor of one linear, e.g. ``layers.0.mlp.down.input``; ``fp8_max`` is its format's largest value."""
+
+    name: str
+    direction: Direction
+    fp8_max: float
+
+
+@dataclass
+class _Reader:
+    contributor: Hashable
+    direction: Direction
+    epoch: int
+
+
+class ScaleTimeline:
+    """Scales, histories and open amax slots of one rank's roles, and the order of their updates.
+
+    Args:
+        roles: the roles, in any order.
+        window: ``step`` (one commit per optimizer step, both directions together) or ``microbatch`` (as Transformer
+            Engine: forward after each forward, backward after each backward).
+        history: length of the amax history.
+        amax: ``max`` or ``most_recent``.
+        margin: power of two by which scales stay below the format's edge.
+    """
+
+    def __init__(
+        self,
+        roles: Sequence[ScaleRole],
+        *,
+        window: str = "step",
+        history: int = 16,
+        amax: Literal["max", "most_recent"] | str = "max",
+        margin: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if window not in WINDOWS:
+            raise ValueError(f"window must be one of {WINDOWS}, not {window!r}")
+        self.window = window
+        self.amax, self.margin = amax, margin
+        self.roles = sorted(roles, key=lambda role: (role.direction is Direction.BACKWARD, role.name))
+        self.index = {role.name: i for i, role in enumerate(self.roles)}
+        n = len(self.roles)
+        forward = sum(role.direction is Direction.FORWARD for role in self.roles)
+        self._rows = {Direction.FORWARD: slice(0, forward), Direction.BACKWARD: slice(forward, n)}
+        self.scale = torch.ones(n, device=device)
+        self.history = torch.zeros(n, history, device=device)
+        self.open_amax = torch.full((n,), EMPTY, device=device)
+        maxima = [role.fp8_max for role in self.roles]
+        self.fp8_max = torch.tensor(maxima, device=device, dtype=torch.float32)
+        self.epochs: dict[Direction, int] = {Direction.FORWARD: 0, Direction.BACKWARD: 0}
+        self._readers: dict[Hashable, _Reader] = {}
+        self._expected: dict[Direction, frozenset[Hashable]] = {d: frozenset() for d in Direction}
+        self._reported: dict[Direction, set[Hashable]] = {d: set() for d in Direction}
+        self._window_open = False
+        self.commits = 0
+
+    # ---- device work: pure functions of the tensors, safe to capture ------------------------------------------
+
+    def scale_of(self, role: str) -> torch.Tensor:
+        """0-dim view of the role's scale (float32)."""
+        return self.scale[self.index[role]]
+
+    def slot_of(self, role: str) -> torch.Tensor:
+        """0-dim view of the role's open amax slot (float32)."""
+        return self.open_amax[self.index[role]]
+
+    def roll_(self, skip: torch.Tensor, directions: Iterable[Direction] = tuple(Direction)) -> None:
+        """Roll histories, make the next scales, clear the slots. ``skip`` (0-dim bool) keeps all but the clearing.
+
+        A role whose slot is EMPTY or not finite does not roll and keeps its scale; an amax of 0 rolls but keeps the scale.
+        """
+        for direction in directions:
+            rows = self._rows[direction]
+            if rows.start == rows.stop:
+                continue
+            amax, history, scale = self.open_amax[rows], self.history[rows], self.scale[rows]
+            rolls = torch.isfinite(amax) & (amax >= 0) & ~skip
+            rolled = torch.cat([amax[:, None], history[:, :-1]], dim=1)
+            history.copy_(torch.where(rolls[:, None], rolled, history))
+            peak = history.amax(dim=1) if self.amax == "max" else history[:, 0]
+            candidate = self.fp8_max[rows] / peak / 2.0**self.margin
+            good = rolls & (peak > 0) & torch.isfinite(candidate)
+            scale.copy_(torch.where(good, candidate, scale))
+            amax.fill_(EMPTY)
+
+    def non_finite_(self, out: torch.Tensor) -> None:
+        """``out`` (0-dim float64) = how many open slots hold an infinity or a NaN."""
+        out.copy_((~torch.isfinite(self.open_amax)).sum())
+
+    # ---- the host's account ------------------------------------------------------------------------------------
+
+    def expect(self, direction: Direction, contributors: Iterable[Hashable]) -> None:
+        """The contributors that every window of ``direction`` waits for (window ``step``)."""
+        self._expected[direction] = frozenset(contributors)
+
+    def begin_window(self) -> None:
+        """An optimizer step starts: the previous window must have been committed."""
+        if self._window_open:
+            raise ScaleOrderError("a window starts before the previous one was committed", epoch=self.epochs[Direction.FORWARD])
+        self._window_open = True
+
+    def begin(self, contributor: Hashable, direction: Direction, *, between: bool = False) -> int:
+        """Work that reads scales starts; it is bound to the current epoch, which is returned.
+
+        ``between`` allows it between windows: the refresh of weight caches, whose amax enters the next window.
+        """
+        if self.window == "step" and not self._window_open and not between:
+            raise ScaleOrderError(
+                f"{contributor} reads scales outside a window: the window was committed already",
+                epoch=self.epochs[direction],
+            )
+        if contributor in self._reported[direction]:
+            raise ScaleOrderError(f"{contributor} contributes a second time to one window", epoch=self.epochs[direction])
+        self._readers[contributor] = _Reader(contributor, direction, self.epochs[direction])
+        return self.epochs[direction]
+
+    def check_reader(self, contributor: Hashable, role: str) -> None:
+        """A read of, or a report to, ``role`` by running work: its epoch must still be the current one."""
+        reader = self._readers.get(contributor)
+        if reader is None:
+            raise ScaleOrderError(f"{contributor} touches scale {role!r} outside its action", role=role)
+        if reader.epoch != self.epochs[reader.direction]:
+            raise ScaleOrderError(
+                f"{contributor} began at epoch {reader.epoch} and touches {role!r} at epoch "
+                f"{self.epochs[reader.direction]}: a commit ran in between",
+                role=role,
+                epoch=reader.epoch,
+                current_epoch=self.epochs[reader.direction],
+            )
+
+    def end(self, contributor: Hashable) -> None:
+        """The work ends; roles it did not report stay EMPTY from its side."""
+        reader = self._readers.pop(contributor)
+        self._reported[reader.direction].add(contributor)
+
+    def commit(
+        self,
+        epoch: int,
+        directions: Sequence[Direction] = tuple(Direction),
+        by: str = "commit",
+        *,
+        calibration: bool = False,
+    ) -> None:
+        """Account for one roll: ``epoch`` is the one being closed. A ``calibration`` makes epoch 1, before any window.
+
+        Raises:
+            ScaleOrderError: not the current epoch (a commit twice, or out of order), a reader is still running, or a
+                contributor has not reported.
+        """
+        for direction in directions:
+            if epoch != self.epochs[direction]:
+                raise ScaleOrderError(
+                    f"{by} closes {direction} epoch {epoch}, the current one is {self.epochs[direction]}",
+                    epoch=epoch,
+                    current_epoch=self.epochs[direction],
+                )
+            running = [r.contributor for r in self._readers.values() if r.direction is direction]
+            if running:
+                raise ScaleOrderError(f"{by} while {running[0]} still reads epoch {epoch}", epoch=epoch)
+            if calibration:
+                if epoch or self._window_open:
+                    raise ScaleOrderError(f"{by} calibrates after training began", epoch=epoch)
+            elif self.window == "step":
+                if not self._window_open:
+                    raise ScaleOrderError(f"{by} of {direction} epoch {epoch} outside a window", epoch=epoch)
+                missing = self._expected[direction] - self._reported[direction]
+                if missing:
+                    first = min(missing, key=str)
+                    raise ScaleOrderError(
+                        f"{by} of {direction} epoch {epoch} before {first} reported ({len(missing)} missing)",
+                        epoch=epoch,
+                    )
+        for direction in directions:
+            self.epochs[direction] += 1
+            self._reported[direction].clear()
+        self.commits += 1
+        if self.window == "step":
+            self._window_open = False
+
+    def close_window(self) -> None:
+        """An optimizer step ends (window ``microbatch``, where commits do not close it)."""
+        self._window_open = False
+
+    def abandon(self) -> None:
+        """Forget running work and the open window's reports after a failed step (the tensors: see ``Snapshot``)."""
+        self._readers.clear()
+        for reported in self._reported.values():
+            reported.clear()
+        self._window_open = False
+
+    # ---- state -------------------------------------------------------------------------------------------------
+
+    def stash(self) -> dict[str, torch.Tensor]:
+        """Copies of scales and histories; later commits do not change them."""
+        return {"scale": self.scale.clone(), "history": self.history.clone()}
+
+    def logical_tensors(self) -> list[LogicalTensor]:
+        """``scale/<role>``, ``amax_history/<role>``, ``amax_open/<role>`` over the live storages."""
+        items = []
+        for i, role in enumerate(self.roles):
+            items += [
+                LogicalTensor.whole(f"scale/{role.name}", self.scale[i], Role.SCALE),
+                LogicalTensor.whole(f"amax_history/{role.name}", self.history[i], Role.AMAX_HISTORY),
+                LogicalTensor.whole(f"amax_open/{role.name}", self.open_amax[i], Role.AMAX_OPEN),
+            ]
+        return items
+
+    def state(self) -> dict[str, object]:
+        """Epochs and commits: the host's counters a checkpoint saves."""
+        return {"epochs": {str(d): e for d, e in self.epochs.items()}, "commits": self.commits, "window": self.window}
+
+    def load_state(self, state: dict) -> None:
+        self.epochs = {Direction(d): int(e) for d, e in state["epochs"].items()}
+        self.commits = int(state["commits"])

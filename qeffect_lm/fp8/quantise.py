@@ -1,0 +1,74 @@
+"""Quantise once: both layouts that the three GEMMs need, and the amax, in one function.
+
+Formats are those of Micikevicius et al. 2022: E4M3 (largest value 448) for inputs and weights, E5M2 (57344) for output
+gradients; together Transformer Engine's ``HYBRID``. Casts saturate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Format:
+    """An FP8 storage format."""
+
+    name: str
+    dtype: torch.dtype
+    max: float
+
+
+E4M3 = Format("E4M3", torch.float8_e4m3fn, 448.0)
+E5M2 = Format("E5M2", torch.float8_e5m2, 57344.0)
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A matrix in FP8 with the inverse of the scale it was quantised with.
+
+    ``rows`` is ``[m, k]`` as given, ``columns`` its transpose ``[k, m]``, both contiguous (the operands of an FP8 GEMM must
+    be contiguous along the summed dimension); either may be absent. ``scale_inv`` is a 0-dim float32 *copy*: a later commit
+    of the live scale does not change it.
+    """
+
+    rows: torch.Tensor | None
+    columns: torch.Tensor | None
+    scale_inv: torch.Tensor
+
+
+def quantise(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    fmt: Format,
+    *,
+    rows: bool = True,
+    columns: bool = True,
+    amax_out: torch.Tensor | None = None,
+) -> Quantised:
+    """Quantise ``x`` ``[m, k]`` (any float dtype) as ``saturate(x * scale)``.
+
+    Args:
+        scale: 0-dim float32.
+        rows, columns: which layouts to make.
+        amax_out: 0-dim float32 slot that is max-merged with ``max |x|`` (a NaN wins and stays visible).
+    """
+    wide = x.float()
+    if amax_out is not None:
+        torch.maximum(amax_out, wide.abs().amax(), out=amax_out)
+    q = (wide * scale).clamp_(-fmt.max, fmt.max).to(fmt.dtype)
+    transposed = q.view(torch.uint8).t().contiguous().view(fmt.dtype) if columns else None
+    return Quantised(q if rows else None, transposed, scale.reciprocal())
+
+
+def current_scale(x: torch.Tensor, fmt: Format, margin: int = 0) -> torch.Tensor:
+    """The scale that puts ``max |x|`` at the format's edge (0-dim float32); 1 where the amax is 0 or not finite."""
+    amax = x.abs().amax().float()
+    scale = fmt.max / amax / 2.0**margin
+    return torch.where(torch.isfinite(scale) & (amax > 0), scale, torch.ones_like(scale))
+
+
+def dequantise(q: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
+    """Float32 values of an FP8 tensor: exact up to the one rounding of the product with ``scale_inv``."""
+    return q.float().mul_(scale_inv)

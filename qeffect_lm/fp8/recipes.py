@@ -1,0 +1,114 @@
+"""Recipes: how a linear's three tensors get their scales.
+
+``delayed``: scales from the timeline's history, one epoch behind. ``current``: each tensor's own amax, no history. A linear
+without a recipe computes in the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from qeffect_lm.contract.ledger import Scope
+from qeffect_lm.contract.timeline import Direction, ScaleRole, ScaleTimeline
+from qeffect_lm.fp8.quantise import E4M3, E5M2, Format, Quantised, current_scale, quantise
+
+FORMATS: dict[str, Format] = {"input": E4M3, "weight": E4M3, "grad_output": E5M2}
+
+
+def roles_of(layer: str) -> list[ScaleRole]:
+    """The three roles of a linear under delayed scaling."""
+    return [
+        ScaleRole(f"{layer}.{kind}", Direction.BACKWARD if kind == "grad_output" else Direction.FORWARD, fmt.max)
+        for kind, fmt in FORMATS.items()
+    ]
+
+
+class Recipe(Protocol):
+    """Quantises a linear's operands; ``scope`` is None where nothing may be recorded (evaluation)."""
+
+    name: str
+
+    def operand(
+        self, layer: str, kind: str, x: torch.Tensor, scope: Scope | None, *, columns: bool = True
+    ) -> Quantised:
+        """Quantise an input (``kind`` ``input``) or an output gradient (``grad_output``) ``[tokens, features]``."""
+        ...
+
+    def weight(self, layer: str, weight: torch.Tensor) -> Quantised:
+        """Quantise a weight ``[out, in]`` for the cache; delayed: with the current epoch's scale, its amax into the window."""
+        ...
+
+    def observe(self, layer: str, kind: str, x: torch.Tensor) -> None:
+        """Calibration: record ``max |x|`` and quantise nothing."""
+        ...
+
+    def roles(self, layer: str) -> Sequence[ScaleRole]:
+        """The timeline roles a layer needs."""
+        ...
+
+
+class DelayedScaling:
+    """Scales from the timeline."""
+
+    name = "delayed"
+
+    def __init__(self) -> None:
+        self._timeline: ScaleTimeline | None = None
+
+    def bind(self, timeline: ScaleTimeline) -> None:
+        """Give the recipe its timeline, once all layers named their roles."""
+        self._timeline = timeline
+
+    @property
+    def timeline(self) -> ScaleTimeline:
+        assert self._timeline is not None, "bind() comes before the first quantisation"
+        return self._timeline
+
+    def operand(
+        self, layer: str, kind: str, x: torch.Tensor, scope: Scope | None, *, columns: bool = True
+    ) -> Quantised:
+        role = f"{layer}.{kind}"
+        slot = None
+        if scope is not None:
+            scope.read_scale(role)
+            scope.report_amax(role)
+            slot = self.timeline.slot_of(role)
+        return quantise(x, self.timeline.scale_of(role), FORMATS[kind], columns=columns, amax_out=slot)
+
+    def weight(self, layer: str, weight: torch.Tensor) -> Quantised:
+        role = f"{layer}.weight"
+        return quantise(weight, self.timeline.scale_of(role), E4M3, amax_out=self.timeline.slot_of(role))
+
+    def observe(self, layer: str, kind: str, x: torch.Tensor) -> None:
+        slot = self.timeline.slot_of(f"{layer}.{kind}")
+        torch.maximum(slot, x.detach().abs().amax().float(), out=slot)
+
+    def roles(self, layer: str) -> Sequence[ScaleRole]:
+        return roles_of(layer)
+
+
+class CurrentScaling:
+    """Each tensor is scaled by its own amax (just-in-time scaling)."""
+
+    name = "current"
+
+    def __init__(self, margin: int = 0) -> None:
+        self.margin = margin
+
+    def operand(
+        self, layer: str, kind: str, x: torch.Tensor, scope: Scope | None, *, columns: bool = True
+    ) -> Quantised:
+        fmt = FORMATS[kind]
+        return quantise(x, current_scale(x, fmt, self.margin), fmt, columns=columns)
+
+    def weight(self, layer: str, weight: torch.Tensor) -> Quantised:
+        return quantise(weight, current_scale(weight, E4M3, self.margin), E4M3)
+
+    def observe(self, layer: str, kind: str, x: torch.Tensor) -> None:
+        return None
+
+    def roles(self, layer: str) -> Sequence[ScaleRole]:
+        return ()

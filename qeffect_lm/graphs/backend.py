@@ -1,0 +1,56 @@
+"""What the engine asks of a graph backend, and the eager stand-in that has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+
+from qeffect_lm.graphs.register import HiddenStateRegister
+
+
+class Graph(Protocol):
+    """A captured piece of work: the same operations over the same storages at each replay."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the operations, shapes, dtypes and frozen literals."""
+        ...
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the storages the graph made for itself."""
+        ...
+
+    def replay(self) -> None: ...
+
+    def pool(self) -> list[torch.Tensor]:
+        """The tensors the graph made; graphs of the same slot may read them."""
+        ...
+
+
+class GraphBackend(Protocol):
+    """Makes graphs."""
+
+    name: str
+
+    def capture(
+        self,
+        label: str,
+        work: Callable[[], None],
+        *,
+        register: HiddenStateRegister,
+        shares: Iterable[Graph] = (),
+    ) -> Graph:
+        """Run ``work`` once while recording it.
+
+        Args:
+            label: names the graph in errors.
+            register: the storages it may touch.
+            shares: graphs of the same slot, whose storages it may touch too.
+
+        Raises:
+            CaptureError: an unknown address, a host read, a random draw or a data-dependent shape.
+        """
+        ...

@@ -1,0 +1,85 @@
+"""What the framework asks of a layer: names, where its gradients go, and W as a method."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from qeffect_lm.layers.context import LayerContext
+
+
+class Layer(nn.Module):
+    """A module called with ``(x, context)``. ``name`` is its logical name, global over stages."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+
+class DirectGradLayer(Layer):
+    """A layer that writes its weight's gradient itself, straight into the main gradient.
+
+    ``weight`` is not an autograd input: linears finish it in W, embeddings in I. ``main_grad`` is the view that
+    :func:`bind_main_grads` gives it, of the weight's shape.
+    """
+
+    weight: nn.Parameter
+    main_grad: torch.Tensor | None = None
+
+    @property
+    def weight_name(self) -> str:
+        return f"{self.name}.weight"
+
+    def grad_view(self) -> torch.Tensor:
+        if self.main_grad is None:
+            raise RuntimeError(f"{self.name}: no main gradient was bound")
+        return self.main_grad
+
+
+class SplitLayer(DirectGradLayer):
+    """A layer whose weight gradient is deferred: F retains, I adds dY, :meth:`weight_grad` runs W."""
+
+    def weight_grad(self, context: LayerContext) -> None:
+        """W: consume the lease and accumulate into ``main_grad``. Reads retained tensors only."""
+        raise NotImplementedError
+
+
+def split_layers(module: nn.Module) -> list[SplitLayer]:
+    """The split layers with a trainable weight, last first (the order in which their dY become ready)."""
+    found = [m for m in module.modules() if isinstance(m, SplitLayer) and m.weight.requires_grad]
+    return found[::-1]
+
+
+def direct_layers(module: nn.Module) -> list[DirectGradLayer]:
+    """All layers that write their weight's gradient themselves."""
+    return [m for m in module.modules() if isinstance(m, DirectGradLayer)]
+
+
+def autograd_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Trainable parameters that autograd differentiates (norm weights, biases, a user's plain layers): finished in I.
+
+    Names are logical: ``<layer name>.<attribute>``; inside a plain torch module, its dotted path below the layer.
+    """
+    direct = {id(m.weight) for m in direct_layers(module)}
+    for name, parameter in named_parameters(module):
+        if id(parameter) not in direct and parameter.requires_grad:
+            yield name, parameter
+
+
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """All parameters by logical name."""
+    seen: set[int] = set()
+
+    def walk(current: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
+        if isinstance(current, Layer) and current.name:
+            prefix = f"{current.name}."
+        for attribute, parameter in current._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield f"{prefix}{attribute}", parameter
+        for attribute, child in current.named_children():
+            yield from walk(child, f"{prefix}{attribute}.")
+
+    yield from walk(module, "")

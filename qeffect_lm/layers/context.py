@@ -1,0 +1,61 @@
+"""What a layer gets besides its input: the phase, the running action's scope, the microbatch's keys and targets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from qeffect_lm.contract.ledger import Scope
+    from qeffect_lm.layers.attention import KVCache
+
+
+class Phase(StrEnum):
+    """TRAIN records amax and retains for W; EVAL reads scales and writes nothing; CALIBRATE computes in high precision
+    and records amax, nothing else."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+    CALIBRATE = "calibrate"
+
+
+@dataclass
+class LayerContext:
+    """Context of one microbatch in one slot. The engine swaps ``scope`` for each action; a backward reads it when it runs.
+
+    Attributes:
+        scope: effects of the running action (None in evaluation and calibration).
+        key: 0-dim int64, the random key of (seed, step, microbatch, DP rank).
+        targets: ``[batch, sequence]`` int64, on the last stage.
+        loss_mask: ``[batch, sequence]`` float32, 0 where a target does not count.
+        divisor: 0-dim float, the DP-global number of valid tokens of the step.
+        border: the stage's received buffers (input and output gradient), reused before W of the microbatch.
+        anchor: 0-dim float that requires grad; makes autograd reach an embedding, whose input has no gradient.
+    """
+
+    phase: Phase
+    key: torch.Tensor
+    scope: Scope | None = None
+    targets: torch.Tensor | None = None
+    loss_mask: torch.Tensor | None = None
+    divisor: torch.Tensor | None = None
+    anchor: torch.Tensor | None = None
+    cache: KVCache | None = None
+    border: tuple[torch.Tensor, ...] = ()
+
+    def owned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, or a copy if it lies in a border buffer of the stage: those are written again while W still waits."""
+        storages = {buffer.untyped_storage()._cdata for buffer in self.border}
+        return tensor.clone() if tensor.untyped_storage()._cdata in storages else tensor
+
+    @property
+    def training(self) -> bool:
+        return self.phase is Phase.TRAIN
+
+    def active_scope(self) -> Scope:
+        """The running action's scope (only in TRAIN)."""
+        assert self.scope is not None, "a training layer runs inside an action"
+        return self.scope

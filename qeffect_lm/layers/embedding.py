@@ -1,0 +1,44 @@
+"""Token embedding: a scatter producer, finished in I, straight into its main gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch import nn
+
+from qeffect_lm.layers.base import DirectGradLayer
+from qeffect_lm.layers.context import LayerContext
+
+
+class Embedding(DirectGradLayer):
+    """``[...]`` int64 token ids → ``[..., hidden]``."""
+
+    def __init__(self, name: str, vocab_size: int, hidden: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(name)
+        self.weight = nn.Parameter(torch.zeros(vocab_size, hidden, dtype=dtype))
+
+    def forward(self, tokens: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        if context.anchor is None:
+            return functional.embedding(tokens, self.weight.detach())
+        return _Embedding.apply(context.anchor, tokens, self, context)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, tokens: torch.Tensor, layer: Embedding, context: LayerContext
+    ) -> torch.Tensor:
+        ctx.tokens, ctx.layer, ctx.context = tokens, layer, context
+        return functional.embedding(tokens, layer.weight.detach())
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        layer: Embedding = ctx.layer
+        if ctx.context.training and layer.weight.requires_grad:
+            out = layer.grad_view()
+            if ctx.context.active_scope().write_grad(layer.weight_name) == 0:
+                out.zero_()  # a scatter touches some rows only
+            out.index_add_(0, ctx.tokens.reshape(-1), dy.reshape(-1, dy.shape[-1]).to(out.dtype))
+        return torch.zeros_like(ctx.context.anchor), None, None, None

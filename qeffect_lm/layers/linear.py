@@ -1,0 +1,147 @@
+"""The split linear: F, I and W as three GEMMs, on FP8 operands where a recipe says so.
+
+    F:  y  = x  @ w.T      x, w quantised along ``in``
+    I:  dx = dy @ w        dy, w quantised along ``out``
+    W:  dw = dy.T @ x      both quantised along ``tokens``; straight into the main gradient
+
+The three products of a linear under FP8 are those of Micikevicius et al. 2022; splitting I from W is Zero Bubble's
+(Qi et al. 2023). Backward of the autograd node computes dx only and hands W's operands to the lease.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from qeffect_lm.fp8.gemm import accumulate_mm, accumulate_scaled_mm, scaled_mm
+from qeffect_lm.fp8.quantise import Quantised
+from qeffect_lm.fp8.recipes import Recipe
+from qeffect_lm.layers.base import SplitLayer
+from qeffect_lm.layers.context import LayerContext, Phase
+
+
+@dataclass(frozen=True)
+class WeightGradOperands:
+    """What W needs and nothing else: x and dY in stored precision, ``[features, tokens]``, with their inverse scales."""
+
+    x: torch.Tensor
+    x_scale_inv: torch.Tensor | None = None
+    dy: torch.Tensor | None = None
+    dy_scale_inv: torch.Tensor | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [t for t in (self.x, self.x_scale_inv, self.dy, self.dy_scale_inv) if t is not None]
+
+
+class SplitLinear(SplitLayer):
+    """``y = x @ weight.T + bias`` over the last dimension.
+
+    Args:
+        name: logical name.
+        recipe: an FP8 recipe, or None for the weight's own dtype.
+        bias: finished in I by autograd, like any cheap parameter.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        recipe: Recipe | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(name)
+        self.in_features, self.out_features, self.recipe = in_features, out_features, recipe
+        self.weight = nn.Parameter(torch.zeros(out_features, in_features, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype)) if bias else None
+        self.cached: Quantised | None = None  # the weight cache's storages, bound at assembly
+
+    def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        """``[..., in]`` → ``[..., out]``."""
+        y: torch.Tensor = _SplitLinear.apply(x, self, context)
+        return y if self.bias is None else y + self.bias
+
+    # ---- F -----------------------------------------------------------------------------------------------------
+
+    def product(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        """F on ``[tokens, in]``: the GEMM, and the lease in TRAIN."""
+        retains = context.training and self.weight.requires_grad
+        if self.recipe is None or context.phase is Phase.CALIBRATE:
+            if self.recipe is not None:
+                self.recipe.observe(self.name, "input", x)
+                self.recipe.observe(self.name, "weight", self.weight.bfloat16())
+            if retains:
+                context.active_scope().retain(self.name, WeightGradOperands(context.owned(x).t()))
+            return torch.mm(x, self.weight.t())
+        scope = context.scope if context.training else None
+        q = self.recipe.operand(self.name, "input", x, scope, columns=retains)
+        weight = self._cached("rows", context)
+        assert q.rows is not None and weight.rows is not None
+        if retains:
+            assert q.columns is not None
+            context.active_scope().retain(self.name, WeightGradOperands(q.columns, q.scale_inv))
+        return scaled_mm(q.rows, q.scale_inv, weight.rows, weight.scale_inv, x.dtype)
+
+    # ---- I -----------------------------------------------------------------------------------------------------
+
+    def input_grad(self, dy: torch.Tensor, context: LayerContext, needs_dx: bool) -> torch.Tensor | None:
+        """I on ``[tokens, out]``: dx, and dY into the lease."""
+        retains = context.training and self.weight.requires_grad
+        if self.recipe is None or context.phase is Phase.CALIBRATE:
+            if self.recipe is not None:
+                self.recipe.observe(self.name, "grad_output", dy)
+            if retains:
+                self._hand_over(context, dy=context.owned(dy).t())
+            return torch.mm(dy, self.weight) if needs_dx else None
+        q = self.recipe.operand(self.name, "grad_output", dy, context.active_scope(), columns=retains)
+        if retains:
+            self._hand_over(context, dy=q.columns, dy_scale_inv=q.scale_inv)
+        if not needs_dx:
+            return None
+        weight = self._cached("columns", context)
+        assert q.rows is not None and weight.columns is not None
+        return scaled_mm(q.rows, q.scale_inv, weight.columns, weight.scale_inv, dy.dtype)
+
+    def _hand_over(self, context: LayerContext, **dy: Any) -> None:
+        scope = context.active_scope()
+        operands = scope.input_grad_done(self.name)
+        scope.ledger.leases.handle(scope.chunk, scope.microbatch, self.name).payload = replace(operands, **dy)
+
+    # ---- W -----------------------------------------------------------------------------------------------------
+
+    def weight_grad(self, context: LayerContext) -> None:
+        scope = context.active_scope()
+        operands: WeightGradOperands = scope.take_weight_grad(self.name)
+        beta = scope.write_grad(self.weight_name)
+        out = self.grad_view()
+        assert operands.dy is not None
+        if operands.x_scale_inv is None:
+            accumulate_mm(out, operands.dy.to(out.dtype), operands.x.to(out.dtype), beta)
+        else:
+            assert operands.dy_scale_inv is not None
+            accumulate_scaled_mm(out, operands.dy, operands.dy_scale_inv, operands.x, operands.x_scale_inv, beta)
+
+    def _cached(self, layout: str, context: LayerContext) -> Quantised:
+        if self.cached is None:
+            raise RuntimeError(f"{self.name}: no weight cache was bound")
+        if context.scope is not None:
+            context.scope.read_weight(self.weight_name, layout)
+        return self.cached
+
+
+class _SplitLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: SplitLinear, context: LayerContext) -> torch.Tensor:
+        ctx.layer, ctx.context = layer, context
+        return layer.product(x.reshape(-1, layer.in_features), context).view(*x.shape[:-1], layer.out_features)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:  # type: ignore[override]
+        layer: SplitLinear = ctx.layer
+        dx = layer.input_grad(dy.reshape(-1, layer.out_features), ctx.context, ctx.needs_input_grad[0])
+        return (None if dx is None else dx.view(*dy.shape[:-1], layer.in_features)), None, None

@@ -1,0 +1,2 @@
+"""Optimizer: flat buffers, the schedule-independent gradient norm, AdamW on masters, learning-rate
+schedules."""

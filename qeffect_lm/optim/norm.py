@@ -1,0 +1,192 @@
+"""The global gradient norm, the same bits for every schedule and every number of pipeline stages.
+
+Each parameter is cut into blocks of 65,536 elements (the last one shorter). A block's squared sum is formed
+in float64; the sums of all stages are put in (parameter, block) order, where the order of parameters is
+global, and added in that order by a tree over neighbours. Nothing in this depends on which stage held which
+parameter, on where a parameter lies in a flat buffer, or on the number of CPU threads:
+
+* a block is always summed as one row of a matrix of one fixed shape ``[rows, 65536]``, zero-padded, because
+  a reduction's rounding may depend on its shape (on CPU a 1-D sum of a block differs from the same block as
+  a row; on GPU the split over threads depends on the number of rows);
+* the tree consists of elementwise additions only, ``x[0::2] + x[1::2]`` until one value is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from qeffect_lm.optim.flat import FlatBuffers
+
+BLOCK = 65_536
+"""Elements per block. Part of the definition of the norm: a change changes results."""
+
+ROWS = 8
+"""Blocks summed at once (a 4 MiB float64 scratch)."""
+
+
+class BlockOrder:
+    """Who holds which block, and where its sum goes.
+
+    ``params`` lists (name, number of elements) of every trainable parameter of the model in global order;
+    ``stages`` lists, per pipeline stage, the names it holds (in any order). Each parameter must lie on
+    exactly one stage. ``padded_blocks`` is the length of every stage's row of sums, so that one all-gather
+    of equal sizes moves them.
+
+    Raises ValueError when ``stages`` does not partition ``params``.
+    """
+
+    def __init__(self, params: Sequence[tuple[str, int]], stages: Sequence[Sequence[str]]) -> None:
+        self.sizes = dict(params)
+        if len(self.sizes) != len(params):
+            raise ValueError("a parameter is listed twice in the global order")
+        owner: dict[str, int] = {}
+        for stage, names in enumerate(stages):
+            for name in names:
+                if name not in self.sizes:
+                    raise ValueError(f"stage {stage} holds {name!r}, which the global order does not list")
+                if name in owner:
+                    raise ValueError(f"{name!r} is on stages {owner[name]} and {stage}: it would count twice")
+                owner[name] = stage
+        missing = [name for name in self.sizes if name not in owner]
+        if missing:
+            raise ValueError(f"no stage holds {', '.join(missing)}")
+        self.num_stages = len(stages)
+        self._owner = owner
+        self.padded_blocks = max([1, *(self.local_blocks(stage) for stage in range(self.num_stages))])
+
+    @staticmethod
+    def blocks_of(numel: int) -> int:
+        """Number of blocks of a parameter with ``numel`` elements."""
+        return -(-numel // BLOCK)
+
+    @property
+    def total_blocks(self) -> int:
+        return sum(self.blocks_of(size) for size in self.sizes.values())
+
+    def local_names(self, stage: int) -> list[str]:
+        """The parameters of one stage, in global order: the order of its sums."""
+        return [name for name in self.sizes if self._owner[name] == stage]
+
+    def local_blocks(self, stage: int) -> int:
+        return sum(self.blocks_of(self.sizes[name]) for name in self.local_names(stage))
+
+    def index(self) -> list[int]:
+        """Position of each block, in (parameter, block) order, in the flattened ``[stages, padded_blocks]``
+        sums."""
+        used = [0] * self.num_stages
+        positions: list[int] = []
+        for name, size in self.sizes.items():
+            stage = self._owner[name]
+            for _ in range(self.blocks_of(size)):
+                positions.append(stage * self.padded_blocks + used[stage])
+                used[stage] += 1
+        return positions
+
+
+class BlockSums:
+    """Squared sums of one stage's main gradients, float64, one per block.
+
+    ``sums`` is ``[padded_blocks]``, zero behind the stage's own blocks, rewritten in place by
+    :meth:`compute_`.
+
+    Raises ValueError when the flat buffers do not hold exactly the parameters, with the sizes, that
+    ``order`` names.
+    """
+
+    def __init__(self, flat: FlatBuffers, order: BlockOrder, stage: int) -> None:
+        names = order.local_names(stage)
+        if sorted(names) != sorted(flat.trainable_names):
+            different = sorted(set(names) ^ set(flat.trainable_names))
+            raise ValueError(f"stage {stage} and its buffers disagree about {', '.join(different)}")
+        device = flat.device
+        groups = max(1, -(-order.local_blocks(stage) // ROWS))
+        self._scratch = torch.zeros(ROWS, BLOCK, dtype=torch.float64, device=device)
+        self._all = torch.zeros(max(groups * ROWS, order.padded_blocks), dtype=torch.float64, device=device)
+        self.sums = self._all[: order.padded_blocks]
+        # Per group of ROWS blocks: (scratch, gradient) pairs to copy, and the parts of the scratch to clear.
+        self._copies: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(groups)]
+        self._clears: list[list[torch.Tensor]] = [[] for _ in range(groups)]
+        block = 0
+        for name in names:
+            entry = flat.entry(name)
+            if entry.numel != order.sizes[name]:
+                expected = order.sizes[name]
+                raise ValueError(f"{name}: {entry.numel} elements here, {expected} in the global order")
+            block = self._plan(flat.grad_buffer[entry.offset : entry.offset + entry.numel], block)
+        if block % ROWS or block == 0:
+            self._clears[block // ROWS].append(self._scratch[block % ROWS :])
+
+    def _plan(self, grad: torch.Tensor, block: int) -> int:
+        """Plan the copies of one flat gradient whose first block is number ``block``; return the next free
+        number."""
+        start = 0
+        while start < grad.numel():
+            group, row = divmod(block, ROWS)
+            full = min((grad.numel() - start) // BLOCK, ROWS - row)
+            if full:
+                piece = grad[start : start + full * BLOCK].view(full, BLOCK)
+                self._copies[group].append((self._scratch[row : row + full], piece))
+                start, block = start + full * BLOCK, block + full
+                continue
+            tail = grad.numel() - start
+            self._copies[group].append((self._scratch[row, :tail], grad[start:]))
+            self._clears[group].append(self._scratch[row, tail:])
+            start, block = grad.numel(), block + 1
+        return block
+
+    def compute_(self) -> torch.Tensor:
+        """Recompute ``sums`` from the main gradients, in place; returns it."""
+        for group, (copies, clears) in enumerate(zip(self._copies, self._clears, strict=True)):
+            for target in clears:
+                target.zero_()
+            for target, source in copies:
+                target.copy_(source)
+            self._scratch.mul_(self._scratch)
+            torch.sum(self._scratch, dim=1, out=self._all[group * ROWS : (group + 1) * ROWS])
+        return self.sums
+
+
+class TotalNorm:
+    """Adds the sums of all stages to the global L2 norm; every rank computes the same bits.
+
+    Fill ``gathered`` (``[stages, padded_blocks]`` float64, for instance by all-gathering each stage's
+    ``BlockSums.sums``), then call :meth:`reduce_`, which rewrites in place ``ordered`` (``[total_blocks]``,
+    the sums in (parameter, block) order) and the 0-dim float64 ``norm``.
+    """
+
+    def __init__(self, order: BlockOrder, device: torch.device | str = "cpu") -> None:
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=device)
+
+        self.gathered = zeros(order.num_stages, order.padded_blocks)
+        self.norm = zeros()
+        self._index = torch.tensor(order.index(), dtype=torch.int64, device=device)
+        width = 1
+        while width < order.total_blocks:
+            width *= 2
+        self._levels = [zeros(width)]
+        self.ordered = self._levels[0][: order.total_blocks]
+        while width > 1:
+            width //= 2
+            self._levels.append(zeros(width))
+
+    def reduce_(self) -> torch.Tensor:
+        """Order, add pairwise, take the root; returns ``norm``. NaN or infinite when any gradient is."""
+        torch.index_select(self.gathered.view(-1), 0, self._index, out=self.ordered)
+        for level, above in zip(self._levels, self._levels[1:], strict=False):
+            torch.add(level[0::2], level[1::2], out=above)
+        torch.sqrt(self._levels[-1][0], out=self.norm)
+        return self.norm
+
+
+def vote_finite_(flag: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
+    """Write 1 into the 0-dim uint8 ``flag`` if every element of every value is finite, else 0; returns it.
+
+    This is one rank's vote; a minimum over all ranks makes it the step's one flag.
+    """
+    flag.fill_(1)
+    for value in values:
+        flag.mul_(torch.isfinite(value).all())
+    return flag

@@ -1,0 +1,1 @@
+"""The mesh of ranks and the layers cut along it."""

@@ -1,0 +1,1 @@
+"""What surrounds a training step: loop, metrics, evaluation, launching, determinism, start-up checks."""

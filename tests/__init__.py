@@ -1,0 +1,1 @@
+"""The test suite: unit, dist (gloo processes), gpu, golden, packaging."""

@@ -1,0 +1,1 @@
+"""Golden files: formats that must stay readable."""

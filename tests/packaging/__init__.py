@@ -1,0 +1,1 @@
+"""Tests of the wheel: what it holds and that its scripts start."""
