@@ -39,18 +39,18 @@ else
 	cp constraints.txt .venv/constraints.txt
 endif
 	@echo 'installing into .venv (minutes the first time)'
-	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt setuptools
-	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt --no-build-isolation -e '.[wandb,plot,test]'
+	$(BIN)/python -m pip install -qq -c .venv/constraints.txt setuptools
+	$(BIN)/python -m pip install -qq -c .venv/constraints.txt --no-build-isolation -e '.[wandb,plot,test]'
 	@touch $@
 
 demo: venv
 	$(BIN)/python -m tools.demo
 
 test: lint
-	$(PYTEST) -n $(WORKERS) -m 'not long'
+	$(PYTEST) -n $(WORKERS) --dist loadgroup -m 'not long'
 
 test-long: venv
-	$(PYTEST) -n $(WORKERS) -m long --timeout 1800
+	$(PYTEST) -n $(WORKERS) --dist loadgroup -m long --timeout 1800
 
 lint: venv
 	$(BIN)/ruff check .

@@ -38,7 +38,7 @@ class GradSlots:
         self._group_writes.clear()
 
     def _count(self, name: str) -> int:
-        return self._writes[name] + sum(n for group, n in self._group_writes.items() if name in group)
+        return self._writes[name] + sum(n * group.count(name) for group, n in self._group_writes.items())
 
     def write(self, name: str, beta: int, microbatch: int | None = None) -> None:
         """Account for one write.
@@ -47,9 +47,25 @@ class GradSlots:
             GradSlotError: beta 0 where there are writers already (their sum would be lost), or beta 1 where there are
                 none (last step's gradient would be added).
         """
+        self._check(name, beta, self._count(name) if name in self.slots else 0, microbatch)
+        self._writes[name] += 1
+
+    def write_group(self, names: tuple[str, ...], beta: int, microbatch: int | None = None) -> None:
+        """Account for a graph's writes: one comparison for all of ``names``."""
+        if not names:
+            return
+        count = self._group_writes.get(names, 0)
+        if beta == 0 or count == 0:  # else every name has this group's own writes
+            seen: dict[str, int] = {}
+            for name in names:
+                before = self._count(name) if name in self.slots else 0
+                self._check(name, beta, before + seen.get(name, 0), microbatch)
+                seen[name] = seen.get(name, 0) + 1
+        self._group_writes[names] = count + 1
+
+    def _check(self, name: str, beta: int, count: int, microbatch: int | None) -> None:
         if name not in self.slots:
-            raise GradSlotError(f"no gradient slot was declared for {name!r}", layer=name)
-        count = self._count(name)
+            raise GradSlotError(f"no gradient slot was declared for {name!r}", layer=name, microbatch=microbatch)
         if (beta == 0) != (count == 0):
             lost = "overwrite what is there" if beta == 0 else "add to the previous step's gradient"
             raise GradSlotError(
@@ -59,28 +75,11 @@ class GradSlots:
                 beta=beta,
                 writers=count,
             )
-        self._writes[name] += 1
-
-    def write_group(self, names: tuple[str, ...], beta: int, microbatch: int | None = None) -> None:
-        """Account for a graph's writes: one comparison for all of ``names``."""
-        if not names:
-            return
-        count = self._group_writes.get(names, 0)
-        if (beta == 0) != (count == 0) or (beta == 0 and any(self._writes[name] for name in names)):
-            for name in names:
-                if (beta == 0) != (self._count(name) == 0):
-                    lost = "overwrite what is there" if beta == 0 else "add to the previous step's gradient"
-                    raise GradSlotError(
-                        f"replayed writer of {name!r} has beta {beta}: it would {lost}",
-                        layer=name,
-                        microbatch=microbatch,
-                        beta=beta,
-                        writers=self._count(name),
-                    )
-        self._group_writes[names] = count + 1
 
     def report_empty(self, name: str) -> None:
         """A producer had no work this time (an idle expert)."""
+        if name not in self.slots:
+            raise GradSlotError(f"no gradient slot was declared for {name!r}", layer=name)
         self._reports[name] += 1
 
     def check_complete(self, expected: int) -> None:
@@ -90,9 +89,9 @@ class GradSlots:
             GradSlotError: names the first slot that has not.
         """
         grouped: dict[str, int] = dict.fromkeys(self.slots, 0)
-        for names, count in self._group_writes.items():
+        for names, times in self._group_writes.items():
             for name in names:
-                grouped[name] += count
+                grouped[name] += times
         for name in self.slots:
             count = self._writes[name] + grouped[name] + self._reports[name]
             if count != expected:

@@ -41,6 +41,10 @@ class Slot(NamedTuple):
     chunk: int
     index: int
 
+    @property
+    def name(self) -> str:
+        return f"{self.kind}{self.chunk}.{self.index}"
+
 
 class Owner(NamedTuple):
     step: int
@@ -161,20 +165,21 @@ class LeaseTable:
         owner = Owner(self.step, chunk, microbatch)
         present = self._groups.get((chunk, microbatch))
         if present is not None and check:
-            raise _illegal("F", present.state, owner, "*")
+            begun = LeaseState.FORWARDED if present.state is LeaseState.EMPTY else present.state
+            raise _illegal("F", begun, owner, "*")
         for slot in (i_slot, w_slot):
-            record = self._slots.setdefault(slot, _SlotRecord())
-            if record.holder is not None and check:
+            claimed = self._slots.get(slot)
+            if claimed is not None and claimed.holder is not None and check:
                 raise LeaseRetainedError(
-                    f"slot {tuple(slot)} is claimed while {tuple(record.holder)} retains it",
+                    f"slot {tuple(slot)} is claimed while {tuple(claimed.holder)} retains it",
                     step=owner.step,
                     chunk=chunk,
                     microbatch=microbatch,
-                    holder=tuple(record.holder),
-                    generation=record.generation,
+                    holder=tuple(claimed.holder),
+                    generation=claimed.generation,
                 )
         for slot in (i_slot, w_slot):
-            record = self._slots[slot]
+            record = self._slots.setdefault(slot, _SlotRecord())
             record.holder = owner
             record.generation += 1
         self._groups[chunk, microbatch] = _Group(owner, i_slot, w_slot)
@@ -218,11 +223,15 @@ class LeaseTable:
         """A graph makes the move for all of ``layers`` at once."""
         group = self._group(move, chunk, microbatch, check=True)
         before, after = _NEXT[move]
-        if move != "F" and (len(group.layers) != len(layers) or any(s is not before for s in group.layers.values())):
-            for layer in layers:
-                if group.layers.get(layer, LeaseState.EMPTY) is not before:
-                    raise _illegal(move, group.layers.get(layer, LeaseState.EMPTY), group.owner, layer)
-        group.layers = dict.fromkeys(layers, after)
+        for layer in layers:
+            state = group.layers.get(layer, LeaseState.EMPTY)
+            if state is not before:
+                raise _illegal(move, state, group.owner, layer)
+        moved = dict.fromkeys(layers, after)
+        if len(moved) != len(layers):
+            twice = next(layer for layer in layers if layers.count(layer) > 1)
+            raise _illegal(move, after, group.owner, twice)
+        group.layers.update(moved)
         self.finish(move, chunk, microbatch)
 
     # ---- payloads ----------------------------------------------------------------------------------------------
@@ -251,6 +260,8 @@ class LeaseTable:
             WeightGradTwiceError: it was consumed before.
         """
         record = self._slots[handle.slot]
+        if handle.consumed and record.generation == handle.generation:
+            raise _illegal("W", LeaseState.FREE, handle.owner, handle.layer)
         if record.generation != handle.generation or record.holder != handle.owner:
             raise StaleHandleError(
                 f"a handle of generation {handle.generation} is used when slot {tuple(handle.slot)} is at "
@@ -262,8 +273,6 @@ class LeaseTable:
                 generation=handle.generation,
                 slot_generation=record.generation,
             )
-        if handle.consumed:
-            raise _illegal("W", LeaseState.FREE, handle.owner, handle.layer)
         handle.consumed = True
         payload, handle.payload = handle.payload, None  # the table holds no memory that W has read
         return payload
@@ -296,6 +305,11 @@ class LeaseTable:
         held = sum(1 for group in self._groups.values() if group.state is not LeaseState.FREE)
         return {"groups": held, "slots": sum(1 for record in self._slots.values() if record.holder is not None)}
 
+    def w_slot(self, chunk: int, microbatch: int) -> dict[str, Any]:
+        """The W-slot of a microbatch of this step and its generation, for traces."""
+        slot = self._groups[chunk, microbatch].w_slot
+        return {"slot": slot.name, "generation": self._slots[slot].generation}
+
     def generations(self) -> dict[str, int]:
         """Slot generations by name, for traces and tests."""
-        return {f"{s.kind}{s.chunk}.{s.index}": record.generation for s, record in sorted(self._slots.items())}
+        return {s.name: record.generation for s, record in sorted(self._slots.items())}

@@ -7,7 +7,8 @@ and applies the summary in a few comparisons.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -97,7 +98,7 @@ class Scope:
         leases.retain(self.chunk, self.microbatch, layer, payload)
         if self.ledger.checks:
             leases.advance("F", self.chunk, self.microbatch, layer)
-            self.ledger.note(self, "retain", layer)
+            self.ledger.note(self, "retain", layer, **leases.w_slot(self.chunk, self.microbatch))
 
     def input_grad_done(self, layer: str) -> Any:
         """I of one layer: gives back the payload that F left, for dY to be added to it."""
@@ -115,7 +116,7 @@ class Scope:
         handle = leases.handle(self.chunk, self.microbatch, layer)
         if self.ledger.checks:
             leases.advance("W", self.chunk, self.microbatch, layer)
-            self.ledger.note(self, "weight_grad", layer, generation=handle.generation)
+            self.ledger.note(self, "weight_grad", layer, slot=handle.slot.name, generation=handle.generation)
         return leases.consume(handle)
 
     def write_grad(self, name: str) -> int:
@@ -198,7 +199,9 @@ class Ledger:
         self.leases.abandon()
         self.timeline.abandon()
         self.streams.settle()
-        self.note(None, "abandon_step", str(self.step))
+        error = sys.exception()
+        why = {} if error is None else {"error": f"{type(error).__name__}: {error}"}
+        self.note(None, "abandon_step", str(self.step), **why)
 
     # ---- actions -----------------------------------------------------------------------------------------------
 
@@ -242,7 +245,7 @@ class Ledger:
         direction = _DIRECTION.get(kind)
         epoch = self.timeline.begin(contributor, direction) if direction is not None else 0
         if summary.weights:
-            self.versions.require_all(summary.weights, epoch=self.weight_epoch(), reader=f"{chunk}{kind}{microbatch}")
+            self.versions.require_all(summary.weights, epoch=self.weight_epoch(), reader=f"{chunk}{kind}{microbatch}", microbatch=microbatch)
         if summary.beta is not None:
             self.grads.write_group(summary.grads, summary.beta, microbatch)
         if direction is not None:
@@ -295,11 +298,13 @@ class Ledger:
         for name in layers:
             self.versions.refreshed(name, epoch=epoch, layouts=layouts)
         self.versions.refreshes += 1
-        self.note(None, "refresh", f"{len(layers)} weights", epoch=epoch)
+        if self._trace is not None:
+            versions = {name: self.versions.versions[name] for name in layers}
+            self.note(None, "refresh", f"{len(layers)} weights", epoch=epoch, versions=versions)
 
     # ---- streams -----------------------------------------------------------------------------------------------
 
-    def launch(self, stream: str, accesses: Iterable[BufferAccess], who: str) -> None:
+    def launch(self, stream: str, accesses: Sequence[BufferAccess], who: str) -> None:
         """The host launches work on ``stream`` that accesses whole buffers."""
         if not self.checks:
             return
@@ -330,6 +335,7 @@ class Ledger:
                 "chunk": chunk,
                 "microbatch": microbatch,
                 "epoch": epoch,
+                **self.leases.w_slot(chunk, microbatch),
                 "layers": list(summary.layers),
                 "roles": list(summary.roles),
                 "weights": [name for name, _ in summary.weights],

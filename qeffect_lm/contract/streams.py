@@ -132,8 +132,10 @@ class StreamClock:
         """
         state = self._stream(stream)
         tick = state.clock[stream]
-        for piece in self._pieces(buffer, lo, hi):
+        pieces = self._pieces(buffer, lo, hi)
+        for piece in pieces:  # all of them before any is marked: a refused access leaves no trace
             self._check(state, stream, buffer, piece, kind, who)
+        for piece in pieces:
             if kind is Access.WRITE:
                 piece.write, piece.reads, piece.merges = (stream, tick, who), {}, {}
             elif kind is Access.READ:
@@ -166,7 +168,7 @@ class StreamClock:
                     stream=stream,
                     other_stream=other,
                     since_tick=tick,
-                    known_tick=state.clock.get(other, 0),
+                    known_tick=max(state.clock.get(other, 0), (overlay or {}).get(other, 0)),
                 )
 
     def _pieces(self, buffer: Hashable, lo: int, hi: int) -> list[_Range]:
@@ -207,6 +209,7 @@ class StreamClock:
     def settle(self) -> None:
         """The host has waited for everything (an end of step, an abort): every stream knows every other."""
         joined: Clock = {}
+        self._stream(HOST)  # whatever it launches from here on, on new streams too, comes after
         for state in self._streams.values():
             _join(joined, state.clock)
         for state in self._streams.values():

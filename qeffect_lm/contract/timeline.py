@@ -73,6 +73,10 @@ class ScaleTimeline:
     ) -> None:
         if window not in WINDOWS:
             raise ValueError(f"window must be one of {WINDOWS}, not {window!r}")
+        if amax not in ("max", "most_recent"):
+            raise ValueError(f"amax must be max or most_recent, not {amax!r}")
+        if len({role.name for role in roles}) != len(roles):
+            raise ValueError("two roles have one name: they would share a scale")
         self.window = window
         self.amax, self.margin = amax, margin
         self.roles = sorted(roles, key=lambda role: (role.direction is Direction.BACKWARD, role.name))
@@ -147,7 +151,7 @@ class ScaleTimeline:
                 f"{contributor} reads scales outside a window: the window was committed already",
                 epoch=self.epochs[direction],
             )
-        if contributor in self._reported[direction]:
+        if contributor in self._reported[direction] or contributor in self._readers:
             raise ScaleOrderError(f"{contributor} contributes a second time to one window", epoch=self.epochs[direction])
         self._readers[contributor] = _Reader(contributor, direction, self.epochs[direction])
         return self.epochs[direction]
@@ -185,6 +189,8 @@ class ScaleTimeline:
             ScaleOrderError: not the current epoch (a commit twice, or out of order), a reader is still running, or a
                 contributor has not reported.
         """
+        if self.window == "step" and set(directions) != set(Direction):
+            raise ScaleOrderError(f"{by} closes {', '.join(directions)} alone; window step closes both at once", epoch=epoch)
         for direction in directions:
             if epoch != self.epochs[direction]:
                 raise ScaleOrderError(

@@ -33,6 +33,7 @@ class WeightVersions:
         self.refreshes = 0
         self._stale: set[str] = set()
         self._epochs: dict[int, int] = {}  # how many caches have each epoch
+        self._present: set[tuple[tuple[str, str], ...]] = set()  # reads whose caches exist in their layouts
 
     def bump(self, names: Iterable[str] | None = None) -> None:
         """Say that parameters (all, without ``names``) were written; their caches are stale from here on."""
@@ -49,7 +50,10 @@ class WeightVersions:
             if not self._epochs[before.epoch]:
                 del self._epochs[before.epoch]
         self._epochs[epoch] = self._epochs.get(epoch, 0) + 1
-        self.caches[name] = CacheRecord(self.versions[name], epoch, frozenset(layouts))
+        record = CacheRecord(self.versions[name], epoch, frozenset(layouts))
+        if before is None or before.layouts != record.layouts:
+            self._present.clear()
+        self.caches[name] = record
         self.casts[name] = self.casts.get(name, 0) + 1
         self._stale.discard(name)
 
@@ -95,11 +99,20 @@ class WeightVersions:
                 **place,
             )
 
-    def require_all(self, reads: Iterable[tuple[str, str]], *, epoch: int | None, reader: str = "") -> None:
-        """The reads of a graph: one comparison while nothing is stale, else the first stale one raises."""
-        if self._stale or (epoch is not None and (len(self._epochs) > 1 or epoch not in self._epochs)):
+    def require_all(
+        self,
+        reads: tuple[tuple[str, str], ...],
+        *,
+        epoch: int | None,
+        reader: str = "",
+        microbatch: int | None = None,
+    ) -> None:
+        """The reads of a graph: a few comparisons while nothing is stale, else the first stale one raises."""
+        wrong_epoch = epoch is not None and (len(self._epochs) > 1 or epoch not in self._epochs)
+        if self._stale or wrong_epoch or reads not in self._present:
             for name, layout in reads:
-                self.require(name, layout, epoch=epoch, reader=reader)
+                self.require(name, layout, epoch=epoch, reader=reader, microbatch=microbatch)
+            self._present.add(reads)
 
     @property
     def stale(self) -> frozenset[str]:

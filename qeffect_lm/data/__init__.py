@@ -1,1 +1,2 @@
-"""Data: sentencepiece tokenizers, Megatron's indexed token files, and a loader whose cursor is one sample number."""
+"""Data: sentencepiece tokenizers, Megatron's indexed token files, and a loader whose cursor is one sample
+number."""

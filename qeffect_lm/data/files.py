@@ -1,7 +1,7 @@
 """Durable file writes and file digests for the data package.
 
-A file appears under its final name only when it is complete and on disk: write to a temporary name in the same
-folder, fsync, rename, fsync the folder. What was there before survives any failure.
+A file appears under its final name only when it is complete and on disk: write to a temporary name in the
+same folder, fsync, rename, fsync the folder. What was there before survives any failure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def write_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise QEffectError(f"cannot write {path}: {reason}; check the free space and the permissions") from error
+        raise QEffectError(
+            f"cannot write {path}: {reason}; check the free space and the permissions"
+        ) from error
 
 
 def temporary_name(path: Path) -> Path:

@@ -41,5 +41,6 @@ def accumulate_scaled_mm(
     b_scale_inv: torch.Tensor,
     beta: int,
 ) -> None:
-    """As :func:`accumulate_mm`, for FP8 operands."""
-    accumulate_mm(out, dequantise(a, a_scale_inv), dequantise(b, b_scale_inv), beta)
+    """As :func:`accumulate_mm`, for FP8 operands; the product is made in ``out``'s dtype, float32 or float64."""
+    wide_a, wide_b = dequantise(a, a_scale_inv).to(out.dtype), dequantise(b, b_scale_inv).to(out.dtype)
+    accumulate_mm(out, wide_a, wide_b, beta)

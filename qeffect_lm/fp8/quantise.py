@@ -63,7 +63,11 @@ def quantise(
 
 
 def current_scale(x: torch.Tensor, fmt: Format, margin: int = 0) -> torch.Tensor:
-    """The scale that puts ``max |x|`` at the format's edge (0-dim float32); 1 where the amax is 0 or not finite."""
+    """The scale that puts ``max |x|`` at the format's edge (0-dim float32).
+
+    1 where the amax is 0, too small to invert, or NaN (a NaN stays a NaN in FP8). 0 where the amax is infinite: the
+    whole tensor then dequantises to NaN, since no amax slot would tell of an infinity that the cast saturated.
+    """
     amax = x.abs().amax().float()
     scale = fmt.max / amax / 2.0**margin
     return torch.where(torch.isfinite(scale) & (amax > 0), scale, torch.ones_like(scale))

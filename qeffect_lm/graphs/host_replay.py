@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -26,6 +27,8 @@ _FORBIDDEN_TAGS = {
     torch.Tag.dynamic_output_shape: "has an output whose shape depends on data",
     torch.Tag.data_dependent_output: "reads a tensor's value on the host",
 }
+# They read a tensor on the host without dispatching any operation.
+_HOST_READS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy})
 # They define a storage and compute nothing; a replay keeps the recorded one.
 _ALLOCATIONS = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"})
 
@@ -65,12 +68,59 @@ def _out_variant(op: Any) -> Any:
     return None
 
 
-class _Recorder(TorchDispatchMode):
-    def __init__(self, label: str, register: HiddenStateRegister, known: set[int]) -> None:
+def _written(op: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The arguments that an operation writes, by its schema (a collective's says nothing: all of them)."""
+    collective = op.namespace == "c10d"
+    values = []
+    for position, argument in enumerate(op._schema.arguments):
+        if collective or (argument.alias_info is not None and argument.alias_info.is_write):
+            values.append(args[position] if position < len(args) else kwargs.get(argument.name))
+    return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _waiting(op: Any) -> Callable[..., Any]:
+    """A collective that is complete when it returns: at capture Python waited for it, which a replay does not run."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = op(*args, **kwargs)
+        for item in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(item, torch.ScriptObject):
+                torch.distributed.Work.unbox(item).wait()
+        return result
+
+    return run
+
+
+class _HostReads(TorchFunctionMode):
+    """Refuses the reads that the dispatcher never sees."""
+
+    def __init__(self, label: str) -> None:
         super().__init__()
-        self.label, self.register, self.known = label, register, known
+        self.label = label
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _HOST_READS:
+            raise CaptureError(
+                f"Tensor.{func.__name__} in the capture of {self.label} reads a tensor's value on the host",
+                graph=self.label,
+                operation=func.__name__,
+            )
+        return func(*args, **(kwargs or {}))
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, label: str, register: HiddenStateRegister, shares: Iterable[Graph]) -> None:
+        super().__init__()
+        self.label, self.register = label, register
+        # Storage → its name in the digest: what graphs of the slot made and, as they come, this capture's own.
+        self.known = {
+            storage_id(tensor): f"shared.{place}.{number}"
+            for place, graph in enumerate(shares)
+            for number, tensor in enumerate(graph.pool())
+        }
         self.operations: list[_Operation] = []
         self.made: list[torch.Tensor] = []
+        self.constants: list[torch.Tensor] = []  # kept alive: a freed storage's identity may come back
         self.lines: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,6 +130,8 @@ class _Recorder(TorchDispatchMode):
                 raise CaptureError(f"{func} in the capture of {self.label} {reason}", graph=self.label, operation=str(func))
         inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         self._check_known(func, inputs)
+        self._check_written(func, _written(func, args, kwargs))
+        self.lines.append(self._describe(func, args, kwargs))
         result = func(*args, **kwargs)
         outputs = list(result) if isinstance(result, (tuple, list)) else [result]
         sources = {storage_id(t) for t in inputs}
@@ -88,8 +140,8 @@ class _Recorder(TorchDispatchMode):
             if isinstance(output, torch.Tensor) and storage_id(output) not in sources:
                 kept = output.detach()
                 copies.append((position, kept))
+                self.known.setdefault(storage_id(kept), f"made.{len(self.made)}")
                 self.made.append(kept)
-                self.known.add(storage_id(kept))
         self._write_down(func, args, kwargs, tuple(copies))
         return result
 
@@ -98,7 +150,8 @@ class _Recorder(TorchDispatchMode):
             if storage_id(tensor) in self.known or self.register.knows(tensor):
                 continue
             if func._schema.name == "aten::lift_fresh":  # torch.tensor(literal): a constant of this capture
-                self.known.add(storage_id(tensor))
+                self.known[storage_id(tensor)] = f"constant.{len(self.constants)}"
+                self.constants.append(tensor)
                 continue
             raise CaptureError(
                 f"{func} in the capture of {self.label} touches a tensor {tuple(tensor.shape)} {tensor.dtype} that the "
@@ -107,17 +160,30 @@ class _Recorder(TorchDispatchMode):
                 operation=str(func),
             )
 
+    def _check_written(self, func: Any, written: list[torch.Tensor]) -> None:
+        for tensor in written:
+            if storage_id(tensor) not in self.known and not self.register.may_write(tensor):
+                name = self.register.name_of(tensor)
+                raise CaptureError(
+                    f"{func} in the capture of {self.label} writes {name!r}, which the hidden-state register holds as "
+                    "a constant: register it as mutable, or nothing rolls it back",
+                    graph=self.label,
+                    operation=str(func),
+                    tensor=name,
+                )
+
     def _write_down(
         self, func: Any, args: Any, kwargs: dict[str, Any], copies: tuple[tuple[int, torch.Tensor], ...]
     ) -> None:
         name = func._schema.name
-        self.lines.append(_describe(func, args, kwargs))
-        mutates = func._schema.is_mutable
+        collective = func.namespace == "c10d"
+        mutates = func._schema.is_mutable or collective
         if name in _ALLOCATIONS or (not copies and not mutates):
             return  # an allocation or a view: nothing to compute
         detached_args, detached_kwargs = tree_map(_detach, args), tree_map(_detach, kwargs)
-        if mutates:
-            self.operations.append(_Operation(func, detached_args, detached_kwargs, ()))
+        if mutates:  # some also give new tensors, as batch normalisation does
+            run = _waiting(func) if collective else func
+            self.operations.append(_Operation(run, detached_args, detached_kwargs, copies))
         elif name in ("aten::_to_copy", "aten::clone"):
             self.operations.append(_Operation(torch.ops.aten.copy_.default, (copies[0][1], detached_args[0]), {}, ()))
         else:
@@ -127,18 +193,22 @@ class _Recorder(TorchDispatchMode):
             else:
                 self.operations.append(_Operation(func, detached_args, detached_kwargs, copies))
 
+    def _describe(self, func: Any, args: Any, kwargs: dict[str, Any]) -> str:
+        """One line of the digest: the operation over which storages, by name, never by address."""
+
+        def text(leaf: Any) -> str:
+            if isinstance(leaf, torch.Tensor):
+                name = self.known.get(storage_id(leaf)) or self.register.name_of(leaf)
+                return f"{name}+{leaf.storage_offset()} {leaf.dtype}{tuple(leaf.shape)}{tuple(leaf.stride())}"
+            if isinstance(leaf, (torch.ScriptObject, torch.Generator, torch.UntypedStorage)):
+                return type(leaf).__name__
+            return repr(leaf)
+
+        return f"{func}({', '.join(text(leaf) for leaf in tree_flatten((args, sorted(kwargs.items())))[0])})"
+
 
 def _detach(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _describe(func: Any, args: Any, kwargs: dict[str, Any]) -> str:
-    def text(leaf: Any) -> str:
-        if isinstance(leaf, torch.Tensor):
-            return f"{leaf.dtype}{tuple(leaf.shape)}{tuple(leaf.stride())}"
-        return repr(leaf)
-
-    return f"{func}({', '.join(text(leaf) for leaf in tree_flatten((args, sorted(kwargs.items())))[0])})"
 
 
 class HostReplayGraph:
@@ -179,8 +249,7 @@ class HostReplay:
         register: HiddenStateRegister,
         shares: Iterable[Graph] = (),
     ) -> HostReplayGraph:
-        known = {storage_id(t) for graph in shares for t in graph.pool()}
-        recorder = _Recorder(label, register, known)
-        with recorder:
+        recorder = _Recorder(label, register, shares)
+        with _HostReads(label), recorder:
             work()
         return HostReplayGraph(label, recorder.operations, recorder.made, recorder.lines)

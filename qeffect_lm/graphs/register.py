@@ -7,7 +7,7 @@ register does not know is a :class:`CaptureError`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,39 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` if it fills its storage; else what does, so that other views of it are saved too."""
+    if tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes():
+        return tensor
+    base = tensor._base
+    if base is not None and base.numel() * base.element_size() == base.untyped_storage().nbytes():
+        return base
+    return tensor.new_empty(0).set_(tensor.untyped_storage())
+
+
+def _tensors(name: str, part: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor that ``part`` holds, with the path to it."""
+    seen: set[int] = set()
+
+    def walk(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                yield from walk(f"{name}.{key}", item)
+        elif isinstance(value, (list, tuple)):
+            for i, item in enumerate(value):
+                yield from walk(f"{name}.{i}", item)
+        elif type(value).__module__.split(".")[0] in _OURS and hasattr(value, "__dict__"):
+            for attribute, item in vars(value).items():
+                yield from walk(f"{name}/{attribute}", item)
+
+    yield from walk(name, part)
+
+
 def digest(tensor: torch.Tensor) -> str:
     """SHA-256 of a tensor's bytes."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -44,49 +77,43 @@ class HiddenStateRegister:
     def __init__(self) -> None:
         self._entries: dict[str, Registered] = {}
         self._storages: dict[int, str] = {}
+        self._writable: set[int] = set()
         self._addresses: dict[str, int] = {}
+        self._aliases: list[torch.Tensor] = []  # keep storages alive: a freed one's identity may come back
+        self._parts: list[tuple[str, object]] = []
 
     def add(self, name: str, tensor: torch.Tensor, *, owner: str, mutable: bool = True) -> None:
         """Register a tensor. A name is registered once."""
         if name in self._entries:
             raise ValueError(f"{name!r} is registered already")
-        self._entries[name] = Registered(name, owner, tensor.detach(), mutable)
+        self._entries[name] = Registered(name, owner, tensor, mutable)
         self._storages[storage_id(tensor)] = name
+        if mutable:
+            self._writable.add(storage_id(tensor))
         self._addresses[name] = tensor.data_ptr()
+        self._aliases.append(tensor.detach())
 
     def add_all(self, prefix: str, tensors: Iterable[tuple[str, torch.Tensor]], *, owner: str, mutable: bool = True) -> None:
         for name, tensor in tensors:
             self.add(f"{prefix}/{name}", tensor, owner=owner, mutable=mutable)
 
     def add_object(self, owner: str, part: object) -> None:
-        """Register every storage that ``part`` holds in its attributes, through containers and our own objects, once each."""
-        seen: set[int] = set()
-
-        def walk(name: str, value: object) -> None:
-            if id(value) in seen:
-                return
-            seen.add(id(value))
-            if isinstance(value, torch.Tensor):
-                whole = value._base if value._base is not None else value
-                if not self.knows(whole):
-                    self.add(name, whole, owner=owner)
-            elif isinstance(value, Mapping):
-                for key, item in value.items():
-                    walk(f"{name}.{key}", item)
-            elif isinstance(value, (list, tuple)):
-                for i, item in enumerate(value):
-                    walk(f"{name}.{i}", item)
-            elif type(value).__module__.split(".")[0] in _OURS and hasattr(value, "__dict__"):
-                for attribute, item in vars(value).items():
-                    walk(f"{name}/{attribute}", item)
-
-        walk(owner, part)
+        """Register every storage that ``part`` holds in its attributes, through containers and our own objects, once
+        each."""
+        self._parts.append((owner, part))
+        for name, tensor in _tensors(owner, part):
+            if not self.knows(tensor):
+                self.add(name, _whole_storage(tensor), owner=owner)
 
     def knows(self, tensor: torch.Tensor) -> bool:
         return storage_id(tensor) in self._storages
 
     def name_of(self, tensor: torch.Tensor) -> str | None:
         return self._storages.get(storage_id(tensor))
+
+    def may_write(self, tensor: torch.Tensor) -> bool:
+        """Whether a capture may write the tensor's storage: one of its entries is rolled back."""
+        return storage_id(tensor) in self._writable
 
     @property
     def entries(self) -> list[Registered]:
@@ -97,16 +124,18 @@ class HiddenStateRegister:
         return [entry for entry in self._entries.values() if entry.mutable]
 
     def check_addresses(self) -> None:
-        """Loads are in place: no registered tensor may have moved since it was registered.
+        """Loads are in place: no registered tensor may have moved, and no registered object may hold another one, since
+        it was registered.
 
         Raises:
             CaptureError: names the tensor.
         """
-        for name, entry in self._entries.items():
-            if entry.tensor.data_ptr() != self._addresses[name]:
-                raise CaptureError(
-                    f"{name!r} moved since it was registered: graphs would read the old storage", tensor=name
-                )
+        moved = [name for name, entry in self._entries.items() if entry.tensor.data_ptr() != self._addresses[name]]
+        moved += [name for part in self._parts for name, tensor in _tensors(*part) if not self.knows(tensor)]
+        if moved:
+            raise CaptureError(
+                f"{moved[0]!r} moved since it was registered: graphs would read the old storage", tensor=moved[0]
+            )
 
     def table(self) -> str:
         """The register as text: name, owner, shape, dtype, rule."""

@@ -51,7 +51,7 @@ class Snapshot:
 
     def __init__(self, register: HiddenStateRegister, ledger: Ledger) -> None:
         self._entries = register.mutable()
-        self._copies = [entry.tensor.clone() for entry in self._entries]
+        self._copies = [entry.tensor.detach().clone() for entry in self._entries]
         self._generators = save_generators()
         self._host = HostSnapshot(ledger)
 

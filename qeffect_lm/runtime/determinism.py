@@ -81,4 +81,4 @@ def apply_to_torch(threads: int = 1) -> None:
 
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True, warn_only=False)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -22,6 +22,9 @@ MODES = ("auto", "bar", "plain", "off")
 REFRESH_SECONDS = 0.1
 """The live line is redrawn at most this often."""
 
+BAR_WIDTH, BAR_FROM_WIDTH = 12, 120
+"""Columns of the bar, and the terminal width from which there is room for it."""
+
 
 class Progress:
     """Shows loss, learning rate, tokens/s, step time, time left, scale epoch and skipped steps.
@@ -120,19 +123,22 @@ class Progress:
         self._live.update(self._line(metrics), refresh=True)
 
     def _line(self, metrics: StepMetrics) -> Table:
-        """The live line; on a narrow terminal its right end is cut, it never wraps."""
+        """The live line. On a narrow terminal the bar goes first, then the right end; it never wraps."""
         line = Table.grid(padding=(0, 1))
-        line.add_column(no_wrap=True, width=16)
-        line.add_column(no_wrap=True, overflow="crop")
-        bar = ProgressBar(total=max(1, self._total), completed=metrics.step, width=16)
-        text = Text(
-            f"{metrics.step}/{self._total}  " + "  ".join(self._parts(metrics)), no_wrap=True, overflow="crop"
-        )
-        line.add_row(bar, text)
+        cells: list[ProgressBar | Text] = []
+        if self._console.width >= BAR_FROM_WIDTH:
+            line.add_column(width=BAR_WIDTH)
+            cells.append(ProgressBar(total=max(1, self._total), completed=metrics.step, width=BAR_WIDTH))
+        line.add_column()
+        text = f"{metrics.step}/{self._total}  " + "  ".join(self._parts(metrics))
+        cells.append(Text(text, no_wrap=True, overflow="crop"))
+        line.add_row(*cells)
         return line
 
     def _parts(self, metrics: StepMetrics) -> list[str]:
         parts = [f"loss {_number(metrics.loss)}"]
+        if self._skipped:
+            parts.append(f"skipped {self._skipped}")
         if self._eval_loss is not None:
             parts.append(f"held-out {_number(self._eval_loss)}")
         if metrics.tokens_per_second is not None:
@@ -141,15 +147,11 @@ class Progress:
             left = max(0, self._total - metrics.step) * self._step_seconds
             parts.append(f"ETA {format_seconds(left)}")
         if metrics.step_ms is not None:
-            parts.append(f"{metrics.step_ms:,.0f} ms/step")
+            parts.append(f"{metrics.step_ms:,.0f} ms")
         if metrics.lr is not None:
-            parts.append(f"lr {metrics.lr:.2e}")
-        if metrics.grad_norm is not None:
-            parts.append(f"grad {_number(metrics.grad_norm)}")
+            parts.append(f"lr {metrics.lr:.1e}")
         if metrics.scale_epoch is not None:
             parts.append(f"scale epoch {metrics.scale_epoch}")
-        if self._skipped:
-            parts.append(f"skipped {self._skipped}")
         return parts
 
 

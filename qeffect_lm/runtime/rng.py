@@ -22,13 +22,13 @@ class GeneratorStates:
 
     python: Any
     numpy: Any
-    torch: torch.Tensor
     cuda: list[torch.Tensor]
+    torch: torch.Tensor
 
 
 def save_generators() -> GeneratorStates:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return GeneratorStates(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
+    return GeneratorStates(random.getstate(), np.random.get_state(), cuda, torch.get_rng_state())
 
 
 def restore_generators(states: GeneratorStates) -> None:
@@ -54,7 +54,8 @@ def generator_tensors() -> dict[str, torch.Tensor]:
     _, words, position, has_gauss, gauss = states.numpy
     numpy_state = np.concatenate([words.astype(np.int64), [position, has_gauss, _bits(gauss)]])
     version, internal, python_gauss = states.python
-    python_state = [version, *internal, 0 if python_gauss is None else 1, _bits(python_gauss or 0.0)]
+    gauss_bits = _bits(0.0 if python_gauss is None else python_gauss)
+    python_state = [version, *internal, int(python_gauss is not None), gauss_bits]
     tensors = {
         "torch": states.torch.clone(),
         "numpy": torch.from_numpy(numpy_state.astype(np.int64)),
@@ -72,7 +73,7 @@ def load_generator_tensors(tensors: dict[str, torch.Tensor]) -> None:
     np.random.set_state(("MT19937", state[:624].astype(np.uint32), int(state[624]), int(state[625]), _float(int(state[626]))))
     version, *internal, has_gauss, bits = tensors["python"].tolist()
     random.setstate((version, tuple(internal), _float(bits) if has_gauss else None))
-    cuda = [tensors[name] for name in sorted(tensors) if name.startswith("cuda")]
+    cuda = [tensors[f"cuda{i}"] for i in range(sum(name.startswith("cuda") for name in tensors))]
     if cuda and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(cuda)
 

@@ -10,12 +10,12 @@ What a resume does:
 
 * ``online`` continues the same run (same id).
 * ``offline`` cannot append to a run's file, so each process writes a run of its own, a *segment*, and all
-  segments share one group. ``wandb sync DIRECTORY`` uploads them.
+  segments share one group. ``wandb sync DIRECTORY`` uploads one.
 * When the mode changed in between, a new run in the same group begins.
 
 The client buffers rows for up to 15 seconds and loses them when the process is killed; here they are written
-out every 50 ms, and :meth:`WandbLogger.state`, called for every checkpoint, waits that long, so that a
-checkpoint never promises rows that are not on disk.
+out every 50 ms, and :meth:`WandbLogger.state`, called for every checkpoint, waits until they are in the file:
+what a resumed run will not log again is on disk before the checkpoint says so.
 
 The client is configured through its settings only. In offline mode it contacts nobody; left to itself,
 version 0.31 sends telemetry even then, which setting up the session offline as well prevents.
@@ -23,7 +23,6 @@ version 0.31 sends telemetry even then, which setting up the session offline as 
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import secrets
@@ -37,7 +36,8 @@ from qeffect_lm.runtime.metrics import StepMetrics
 
 MODES = ("disabled", "offline", "online")
 FLUSH_SECONDS = 0.05
-SETTLE_SECONDS = 3 * FLUSH_SECONDS
+SETTLE_SECONDS = 2.0
+"""How long a checkpoint waits at most until logged rows are in the run's file (usually 0.1 s)."""
 FINISH_SECONDS = 60.0
 """How long finishing may wait for an upload; what is not uploaded then stays in the run's directory."""
 
@@ -80,7 +80,9 @@ class WandbLogger:
         self._notice = notice
         self._resumed = dict(resumed) if resumed else None
         self._run: Any = None
-        self._last_log = -math.inf
+        self._file: Path | None = None
+        self._last_log: float | None = None
+        self._settled_size = 0
         self._state: dict[str, Any] | None = self._resumed
         client = _import_client(notice) if mode != "disabled" else None
         if client is None:
@@ -117,7 +119,7 @@ class WandbLogger:
         Where wandb is disabled, what the resumed checkpoint recorded (or None), so that it is not forgotten.
         """
         if self._run is not None:
-            time.sleep(max(0.0, self._last_log + SETTLE_SECONDS - time.monotonic()))
+            self._settle()
         return dict(self._state) if self._state is not None else None
 
     def finish(self, exit_code: int = 0) -> None:
@@ -126,6 +128,7 @@ class WandbLogger:
         if run is None:
             return
         try:
+            self._settle()  # the client returns from finish before its file is complete
             run.finish(exit_code=exit_code)
         except Exception as error:
             self._notice(
@@ -175,6 +178,7 @@ class WandbLogger:
         self._run.define_metric("global_step")
         self._run.define_metric("*", step_metric="global_step")
         self.directory = Path(self._run.settings.sync_dir)
+        self._file = Path(self._run.settings.sync_file)
         self.url = self._run.url if self.mode == "online" else None
         self._state = {
             "run_id": run_id,
@@ -183,6 +187,20 @@ class WandbLogger:
             "last_step": resume_step,
             "mode": self.mode,
         }
+
+    def _settle(self) -> None:
+        """Wait until the rows logged so far have reached the file: it has grown, and no longer grows."""
+        if self._last_log is None or self._file is None:
+            return
+        time.sleep(max(0.0, self._last_log + FLUSH_SECONDS - time.monotonic()))
+        deadline, before = time.monotonic() + SETTLE_SECONDS, -1
+        while time.monotonic() < deadline:
+            size = self._file.stat().st_size if self._file.exists() else 0
+            if size == before and size > self._settled_size:
+                break
+            before = size
+            time.sleep(FLUSH_SECONDS)
+        self._settled_size, self._last_log = before, None
 
     @staticmethod
     def _next_segment(previous: Mapping[str, Any], base: str, directory: str) -> int:
@@ -230,8 +248,8 @@ def _import_client(notice: Callable[[str], None]) -> Any:
         # A folder called "wandb", such as the client's own output, imports as an empty namespace package.
         reason = "is not installed (what `import wandb` finds is a plain folder)"
     notice(
-        f"wandb {reason}: metrics go to metrics.jsonl only. Install it with `pip install 'qeffect-lm[wandb]'`, "
-        "or set logging.wandb=disabled"
+        f"wandb {reason}: metrics go to metrics.jsonl only. Install it (pip install 'qeffect-lm[wandb]') or "
+        "set logging.wandb=disabled"
     )
     return None
 

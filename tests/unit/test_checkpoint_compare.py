@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint import SingleProcess, compare, open_checkpoint, rewrite_checkpoint, save_checkpoint
@@ -83,6 +83,7 @@ def test_equal_nan_patterns_are_equal_and_payloads_count(tmp_path: Path) -> None
     assert found.nbytes == 1 and math.isnan(found.max_abs or 0.0)
 
 
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 11), st.integers(-3, 3)), max_size=4))
 def test_counts_agree_with_a_plain_loop(edits: list[tuple[int, int]]) -> None:
     import tempfile

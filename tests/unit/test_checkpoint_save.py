@@ -329,7 +329,7 @@ def test_killed_at_any_operation_a_whole_checkpoint_is_found_and_saving_goes_on(
 def test_failing_at_any_operation_gives_an_error_or_a_saved_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """C7: before the rename all is as before; between rename and `latest` the message says what is on disk."""
+    """C7: before the rename all is as it was; between rename and `latest` the message says what is there."""
     log = operations(tmp_path)
     renamed, published = log.index(("rename", "step_00000003")), log.index(("rename", "latest"))
     for k in range(len(log)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.actions import Action, Kind, parse_actions
@@ -34,13 +34,22 @@ def fused(name: str, p: int, m: int) -> Plan:
 
 @given(st.sampled_from(["1f1b", "gpipe"]), st.integers(1, 6), st.integers(1, 12), TIMES, TIMES, TIMES)
 def test_fused_backward_has_the_known_bubble(name: str, p: int, m: int, f: int, i: int, w: int) -> None:
-    """Each stage of GPipe waits (p − 1)(T_F + T_B); so do those of 1F1B, if T_comm is 0 and m ≥ p or not."""
+    """(p − 1)(T_F + T_I + T_W) for both schedules, with m below p too."""
     simulation = simulate(fused(name, p, m), f, i, w)
     assert simulation.cost == (m + p - 1) * (f + i + w)
     assert simulation.bubble == pytest.approx((p - 1) / (m + p - 1))
     assert simulation.busy == (m * (f + i + w),) * p
 
 
+@given(st.sampled_from(["1f1b", "gpipe"]), st.integers(1, 6), st.integers(0, 6), TIMES, TIMES, TIMES)
+def test_split_backward_has_a_smaller_bubble(name: str, p: int, more: int, f: int, i: int, w: int) -> None:
+    """(p − 1)(T_F + T_I): the gradient travels on before W runs."""
+    m = p + more
+    simulation = simulate(build_plan(name, p, m), f, i, w)
+    assert simulation.cost - m * (f + i + w) == (p - 1) * (f + i)
+
+
+@settings(max_examples=40)
 @given(st.integers(1, 6), st.integers(0, 6), TIMES)
 def test_late_w_fills_the_bubble_as_zb_h1_does(p: int, more: int, t: int) -> None:
     """W late by the stage index: the Zero Bubble paper's ZB-H1 bubble, (p − 1)(T_F + T_I − T_W)."""

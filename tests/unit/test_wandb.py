@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import signal
@@ -71,10 +72,12 @@ def _run_file(logger: WandbLogger) -> Path:
 def _run_child(script: str, folder: Path, *arguments: str) -> int:
     """Run a script in a process of its own, with this test's helpers."""
     header = (
-        "import json, os, signal, sys, time\n"
+        "import json, os, shutil, signal, sys\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "from tests.unit.test_wandb import QUICK, _metrics\n"
+        "from qeffect_lm.runtime.metrics import StepMetrics\n"
         "from qeffect_lm.runtime.wandb_logger import WandbLogger\n"
+        f"QUICK = {QUICK!r}\n"
+        f"{inspect.getsource(_metrics)}\n"
     )
     command = [sys.executable, "-c", header + script, str(folder), *arguments]
     return subprocess.run(command, timeout=60, cwd=folder).returncode
@@ -84,7 +87,9 @@ KILLED = """
 logger = WandbLogger("offline", project="p", directory=sys.argv[1], name="n", group="mine", settings=QUICK)
 for step in range(1, 6):
     logger.log(_metrics(step))
-open("state.json", "w").write(json.dumps(logger.state()))
+state = logger.state()
+shutil.copy(next(logger.directory.glob("*.wandb")), "at_5.wandb")
+open("state.json", "w").write(json.dumps(state))
 for step in range(6, 9):
     logger.log(_metrics(step))
 open("state8.json", "w").write(json.dumps([logger.state(), str(logger.directory)]))
@@ -100,6 +105,8 @@ def test_crash_at_8_and_resume_at_5(tmp_path: Path) -> None:
     (tmp_path / "wandb").joinpath("latest-run").unlink(missing_ok=True)
     state = json.loads((tmp_path / "state.json").read_text())
     assert (state["group"], state["segment"], state["last_step"]) == ("mine", 0, 5)
+    rows = _history(tmp_path / "at_5.wandb")
+    assert [row["global_step"] for row in rows] == list(range(1, 6)), "the state speaks of rows on disk"
     _, first_directory = json.loads((tmp_path / "state8.json").read_text())
     (first,) = Path(first_directory).glob("*.wandb")
     rows = _history(first)
@@ -229,7 +236,9 @@ class _StubClient:
 
     def init(self, **kwargs: Any) -> Any:
         self.started.append(kwargs)
-        run = types.SimpleNamespace(url="https://server/run", settings=types.SimpleNamespace(sync_dir="d"))
+        self.file = Path(kwargs["dir"]) / "run.wandb"
+        settings = types.SimpleNamespace(sync_dir=kwargs["dir"], sync_file=str(self.file))
+        run = types.SimpleNamespace(url="https://server/run", settings=settings)
         run.log, run.define_metric, run.finish = self._log, lambda *a, **k: None, lambda **k: None
         return run
 
@@ -237,6 +246,8 @@ class _StubClient:
         if self.broken:
             raise RuntimeError("the service died\nlong story")
         self.rows.append(row)
+        with self.file.open("a") as file:
+            file.write(json.dumps(row))
 
 
 @pytest.fixture

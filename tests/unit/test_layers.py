@@ -1,0 +1,787 @@
+"""Each layer's F, I and W against float64 autograd of a plain torch formulation, and what it does to contract state."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from models.decoder import DecoderBlock
+from qeffect_lm.contract.errors import LeaseError, StaleWeightError
+from qeffect_lm.contract.timeline import EMPTY
+from qeffect_lm.fp8.quantise import E4M3, E5M2, Format
+from qeffect_lm.fp8.recipes import CurrentScaling, DelayedScaling
+from qeffect_lm.layers.attention import Attention, KVCache
+from qeffect_lm.layers.base import Layer
+from qeffect_lm.layers.context import LayerContext, Phase
+from qeffect_lm.layers.dropout import KeyedDropout, host_key, keyed_uniform_bits
+from qeffect_lm.layers.embedding import Embedding
+from qeffect_lm.layers.linear import SplitLinear, WeightGradOperands
+from qeffect_lm.layers.loss import CrossEntropyLoss
+from qeffect_lm.layers.mlp import SwiGLU
+from qeffect_lm.layers.norm import RMSNorm
+from qeffect_lm.layers.rope import apply_rope, rope_tables
+from tests.unit.layer_harness import SEEDED, Harness, Microbatch, random
+
+EPS = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # unit roundoff
+
+
+def close(got: torch.Tensor, want: torch.Tensor, units: float = 200.0, dtype: torch.dtype | None = None) -> None:
+    """``got`` is within ``units`` roundings of its dtype of ``want``, on the scale of ``want``'s largest value."""
+    size = max(1.0, want.abs().max().item())
+    error = (got.double() - want.double()).abs().max().item()
+    assert got.shape == want.shape and error <= units * EPS[dtype or got.dtype] * size, error
+
+
+def check(
+    harness: Harness,
+    reference: Callable[[dict[str, torch.Tensor], torch.Tensor], torch.Tensor],
+    batches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    units: float = 200.0,
+) -> None:
+    """F, I and W of some microbatches equal float64 autograd of ``reference(parameters, x)``, gradients summed over
+    microbatches."""
+    wide = {n: p.detach().double().requires_grad_(n in harness.grads) for n, p in harness.parameters.items()}
+    microbatches = [harness.microbatch(number, x, dy) for number, (x, dy) in enumerate(batches)]
+    harness.run(microbatches)
+    total = []
+    for m, (x, dy) in zip(microbatches, batches, strict=True):
+        leaf = x.double().requires_grad_()
+        out = reference(wide, leaf)
+        total.append((out * dy.double()).sum())
+        close(m.out, out.detach(), units)
+        (dx,) = torch.autograd.grad(total[-1], leaf, retain_graph=True)
+        close(m.dx, dx, units)
+    names = list(harness.grads)
+    leaves = [wide[name] for name in names]
+    grads = torch.autograd.grad(sum(total), leaves, allow_unused=True) if leaves else ()
+    for name, grad in zip(names, grads, strict=True):
+        want = torch.zeros_like(wide[name]) if grad is None else grad
+        close(harness.grads[name], want, units, harness.parameters[name].dtype)
+
+
+def pairs(count: int, x_shape: Sequence[int], dy_shape: Sequence[int], dtype: torch.dtype, seed: int = 100):
+    return [
+        (random(*x_shape, seed=seed + 2 * i, dtype=dtype), random(*dy_shape, seed=seed + 2 * i + 1, dtype=dtype))
+        for i in range(count)
+    ]
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+
+
+# ---- the split linear ----------------------------------------------------------------------------------------------
+
+
+@DTYPES
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(dtype, bias):
+    """Three microbatches; the first writer overwrites the 7.0 that was there (G1), the others add."""
+    layer = SplitLinear("linear", 5, 7, bias=bias, dtype=dtype)
+    harness = Harness(layer)
+    harness.fill(1)
+    assert set(harness.grads) == {"linear.weight", "linear.bias"} if bias else {"linear.weight"}
+
+    def reference(p, x):
+        return functional.linear(x, p["linear.weight"], p.get("linear.bias"))
+
+    check(harness, reference, pairs(3, (2, 3, 5), (2, 3, 7), dtype))
+
+
+def cast_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """By how much a value may move when it is cast to FP8 with ``scale`` and back: half a step of its grid."""
+    digits, smallest = (4, 2.0**-6) if fmt is E4M3 else (3, 2.0**-14)
+    assert (x.abs() * scale <= fmt.max * (1 + 2.0**-20)).all(), "the scale leaves no value beyond the edge"
+    return torch.maximum(x.abs(), smallest / scale) * 2.0**-digits * (1 + 2.0**-18)
+
+
+def product_bound(a: torch.Tensor, da: torch.Tensor, b: torch.Tensor, db: torch.Tensor) -> torch.Tensor:
+    """Of ``a @ b``: what errors ``da`` and ``db`` of the operands do, and a float32 sum of length k."""
+    wide = (a.abs() + da) @ (b.abs() + db)
+    return wide - a.abs() @ b.abs() + (a.shape[-1] + 4) * 2.0**-24 * wide
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("recipe", [DelayedScaling, CurrentScaling])
+def test_linear_fp8(recipe, bias):
+    """Each of the three products stays within the bound that follows from half a grid step per operand (the weight
+    counts as BF16), with delayed scales other than 1 after a roll; amax slots hold what was cast."""
+    layer = SplitLinear("linear", 24, 16, bias=bias, recipe=recipe())
+    harness = Harness(layer)
+    harness.fill(2, scale=0.05)
+    batches = [(x, dy * 1e-4) for x, dy in pairs(3, (2, 9, 24), (2, 9, 16), torch.float32)]
+    if recipe is DelayedScaling:
+        harness.run([harness.microbatch(i, *pair) for i, pair in enumerate(batches)])
+        harness.commit()
+        assert (harness.timeline.scale > 100).sum() >= 2
+    microbatches = [harness.microbatch(i, *pair) for i, pair in enumerate(batches)]
+    harness.run(microbatches, step=1)
+
+    w = layer.weight.detach().bfloat16().double()
+    shift = layer.bias.detach().double() if layer.bias is not None else torch.zeros(16, dtype=torch.float64)
+    flat = [(x.flatten(0, 1).double(), dy.flatten(0, 1).double()) for x, dy in batches]
+
+    def scale(kind: str, tensor: torch.Tensor, fmt: Format) -> torch.Tensor:
+        if recipe is DelayedScaling:
+            return harness.timeline.scale_of(f"linear.{kind}").double()
+        return fmt.max / tensor.abs().max()
+
+    dw_error = cast_error(w, scale("weight", w, E4M3), E4M3)
+    grad = torch.zeros(16, 24, dtype=torch.float64)
+    grad_bound = torch.zeros(16, 24, dtype=torch.float64)
+    for m, (x, dy) in zip(microbatches, flat, strict=True):
+        x_error = cast_error(x, scale("input", x, E4M3), E4M3)
+        dy_error = cast_error(dy, scale("grad_output", dy, E5M2), E5M2)
+        bound = product_bound(x, x_error, w.t(), dw_error.t()) + 2.0**-22 * (1 + shift.abs())
+        assert ((m.out.flatten(0, 1).double() - x @ w.t() - shift).abs() <= bound).all()
+        assert ((x @ w.t()).abs() > 3 * bound).any(), "the bound says something"
+        bound = product_bound(dy, dy_error, w, dw_error)
+        assert ((m.dx.flatten(0, 1).double() - dy @ w).abs() <= bound).all()
+        assert ((dy @ w).abs() > 3 * bound).any()
+        grad += dy.t() @ x
+        grad_bound += product_bound(dy.t(), dy_error.t(), x, x_error)
+    got = harness.grads["linear.weight"].double()
+    assert ((got - grad).abs() <= grad_bound + 2.0**-22 * grad.abs()).all()
+    assert (grad.abs() > 3 * grad_bound).any()
+    if bias:
+        close(harness.grads["linear.bias"], torch.stack([dy for _, dy in flat]).sum(dim=(0, 1)))
+    if recipe is DelayedScaling:
+        for kind, tensors in (("input", [x for x, _ in flat]), ("grad_output", [dy for _, dy in flat]), ("weight", [w])):
+            assert harness.timeline.slot_of(f"linear.{kind}").item() == max(t.abs().max().item() for t in tensors)
+
+
+def test_linear_fp8_is_the_product_of_its_casts():
+    """Not only near: exactly the GEMMs of the quantised operands, in bfloat16 rounded once."""
+    layer = SplitLinear("linear", 24, 16, recipe=DelayedScaling(), dtype=torch.bfloat16)
+    harness = Harness(layer)
+    harness.timeline.scale.fill_(4.0)
+    harness.fill(3)
+    ((x, dy),) = pairs(1, (9, 24), (9, 16), torch.bfloat16)
+    m = harness.microbatch(0, x, dy)
+    harness.run([m])
+
+    def cast(t: torch.Tensor, fmt: Format) -> torch.Tensor:
+        return (t.detach().float() * 4).clamp(-fmt.max, fmt.max).to(fmt.dtype).double() / 4
+
+    qx, qw, qdy = cast(x, E4M3), cast(layer.weight, E4M3), cast(dy, E5M2)
+    close(m.out, qx @ qw.t(), units=1.01)
+    close(m.dx, qdy @ qw, units=1.01)
+    close(harness.grads["linear.weight"], qdy.t() @ qx)
+    assert harness.grads["linear.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("recipe", [None, DelayedScaling, CurrentScaling])
+def test_weight_gradient_owns_its_operands(recipe):
+    """I2: x and dY lie in border buffers that the next microbatch overwrites before W; W's result does not change.
+    Nothing it retains shares a storage with them."""
+
+    def run(overwrite: bool) -> torch.Tensor:
+        layer = SplitLinear("linear", 6, 4, recipe=recipe() if recipe else None)
+        harness = Harness(layer)
+        harness.fill(4)
+        m = harness.microbatch(0, *pairs(1, (2, 3, 6), (2, 3, 4), torch.float32)[0])
+        with harness.step():
+            harness.forward(m)
+            harness.input_grad(m)
+            (payload,) = harness.ledger.leases.payloads(0, 0).values()
+            assert isinstance(payload, WeightGradOperands)
+            borders = {t.untyped_storage().data_ptr() for t in m.slot.context.border}
+            assert borders.isdisjoint(t.untyped_storage().data_ptr() for t in payload.tensors())
+            if overwrite:
+                m.slot.x.fill_(float("nan"))
+                m.slot.dy.fill_(float("nan"))
+                m.dx.fill_(float("nan"))
+                m.out.fill_(float("nan"))
+            harness.weight_grad(m)
+        return harness.grads["linear.weight"]
+
+    clean = run(False)
+    assert torch.isfinite(clean).all() and clean.count_nonzero() > 0
+    assert torch.equal(run(True), clean)
+
+
+def test_owned_copies_border_buffers_only():
+    x = torch.zeros(4, 4)
+    context = LayerContext(Phase.TRAIN, key=torch.zeros((), dtype=torch.int64), border=(x, torch.zeros(2)))
+    for view in (x, x[1:], x.t(), x.detach(), x.view(2, 8)):
+        copy = context.owned(view)
+        assert copy.untyped_storage().data_ptr() != x.untyped_storage().data_ptr() and torch.equal(copy, view)
+    other = torch.ones(3)
+    assert context.owned(other) is other
+
+
+def test_bias_is_finished_in_input_grad():
+    """L2: the bias gradient is whole after I and may be consumed; W neither crashes nor adds to it."""
+    harness = Harness(SplitLinear("linear", 4, 3, bias=True, dtype=torch.float64))
+    harness.fill(5)
+    ((x, dy),) = pairs(1, (5, 4), (5, 3), torch.float64)
+    m = harness.microbatch(0, x, dy)
+    with harness.step():
+        harness.forward(m)
+        harness.input_grad(m)
+        close(harness.grads["linear.bias"], dy.sum(dim=0))
+        assert (harness.grads["linear.weight"] == SEEDED).all(), "the weight's comes in W"
+        harness.grads["linear.bias"].fill_(99.0)
+        harness.weight_grad(m)
+    assert (harness.grads["linear.bias"] == 99.0).all()
+    close(harness.grads["linear.weight"], dy.t() @ x)
+
+
+def test_weight_gradients_by_key_in_any_order():
+    """W of microbatch 2, 0, 1: each takes its own operands (with different data a swap would show)."""
+    harness = Harness(SplitLinear("linear", 4, 3, dtype=torch.float64))
+    harness.fill(6)
+    batches = pairs(3, (5, 4), (5, 3), torch.float64)
+    microbatches = [harness.microbatch(i, *pair) for i, pair in enumerate(batches)]
+    with harness.step():
+        for m in microbatches:
+            harness.forward(m)
+        for m in microbatches:
+            harness.input_grad(m)
+        want = torch.zeros(3, 4, dtype=torch.float64)
+        for number, beta in ((2, 0), (0, 1), (1, 1)):
+            microbatches[number].beta = beta
+            harness.weight_grad(microbatches[number])
+            x, dy = batches[number]
+            want += dy.t() @ x
+            close(harness.grads["linear.weight"], want)
+
+
+@pytest.mark.parametrize("recipe", [None, DelayedScaling])
+def test_evaluation_writes_nothing(recipe):
+    """S6: a forward in EVAL on inputs 50 times larger moves no slot, no gradient and no lease, and is the same
+    product."""
+    harness = Harness(SplitLinear("linear", 6, 4, recipe=recipe() if recipe else None))
+    harness.fill(7)
+    harness.timeline.open_amax.fill_(EMPTY)
+    ((x, dy),) = pairs(1, (3, 6), (3, 4), torch.float32)
+    context = LayerContext(Phase.EVAL, key=torch.zeros((), dtype=torch.int64))
+    with torch.no_grad():
+        harness.module(x * 50, context)
+        out = harness.module(x, context)
+    assert (harness.timeline.open_amax == EMPTY).all()
+    assert harness.ledger.leases.counts() == {"groups": 0, "slots": 0}
+    assert all((grad == SEEDED).all() for grad in harness.grads.values())
+    m = harness.microbatch(0, x, dy)
+    harness.run([m])
+    assert torch.equal(out, m.out)
+
+
+def test_calibration_observes_and_leaves_nothing():
+    """High precision F and I; the three amax are recorded, and no gradient, no lease, no cache is touched."""
+    layer = SplitLinear("linear", 6, 4, recipe=DelayedScaling())
+    harness = Harness(layer)
+    harness.fill(8)
+    layer.cached = None
+    harness.timeline.open_amax.fill_(EMPTY)
+    ((x, dy),) = pairs(1, (3, 6), (3, 4), torch.float32)
+    m = harness.microbatch(0, x, dy, phase=Phase.CALIBRATE)
+    harness.stage.forward(m.slot, None)
+    harness.stage.input_grad(m.slot, None)
+    weight = layer.weight.detach()
+    close(m.out, x @ weight.t())
+    close(m.dx, dy @ weight)
+    for kind, amax in (("input", x), ("weight", weight.bfloat16()), ("grad_output", dy)):
+        assert harness.timeline.slot_of(f"linear.{kind}").item() == amax.abs().max().item()
+    assert harness.ledger.leases.counts() == {"groups": 0, "slots": 0}
+    assert (harness.grads["linear.weight"] == SEEDED).all()
+
+
+def test_stale_cache_is_refused():
+    """V1: the weight was written and said so; F with the old cache is an error that names the weight."""
+    harness = Harness(SplitLinear("linear", 6, 4, recipe=DelayedScaling()))
+    harness.fill(9)
+    harness.ledger.versions.bump(["linear.weight"])
+    m = harness.microbatch(0, *pairs(1, (3, 6), (3, 4), torch.float32)[0])
+    with pytest.raises(StaleWeightError, match="linear.weight"), harness.step():
+        harness.forward(m)
+
+
+def test_unbound_layers_say_so():
+    layer = SplitLinear("linear", 6, 4, recipe=CurrentScaling())
+    context = LayerContext(Phase.EVAL, key=torch.zeros((), dtype=torch.int64))
+    with pytest.raises(RuntimeError, match="linear: no weight cache"):
+        layer(torch.zeros(2, 6), context)
+    with pytest.raises(RuntimeError, match="linear: no main gradient"):
+        layer.grad_view()
+
+
+# ---- norm, MLP, loss, embedding ------------------------------------------------------------------------------------
+
+
+@DTYPES
+@pytest.mark.parametrize("eps", [1e-5, 0.5])
+def test_rms_norm(dtype, eps):
+    harness = Harness(RMSNorm("norm", 6, eps, dtype))
+    harness.fill(10)
+
+    def reference(p, x):
+        return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps) * p["norm.weight"]
+
+    check(harness, reference, pairs(2, (2, 3, 6), (2, 3, 6), dtype))
+
+
+class Activation(Layer):
+    """SwiGLU's activation between the identity and the identity."""
+
+    def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        eye = _Identity("identity")
+        return SwiGLU("mlp", eye, eye)(x, context)  # type: ignore[arg-type]
+
+
+class _Identity(Layer):
+    def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        return x
+
+
+@DTYPES
+def test_swiglu_activation(dtype):
+    """gate first, then up; far from 0 too."""
+    harness = Harness(Activation(""))
+    batches = [(x * 4, dy) for x, dy in pairs(2, (2, 3, 10), (2, 3, 5), dtype)]
+
+    def reference(p, x):
+        gate, up = x[..., :5], x[..., 5:]
+        return gate / (1 + torch.exp(-gate)) * up
+
+    check(harness, reference, batches, units=400)
+
+
+def test_swiglu():
+    gate_up, down = (SplitLinear(f"mlp.{n}", i, o, dtype=torch.float64) for n, i, o in (("gate_up", 4, 10), ("down", 5, 4)))
+    harness = Harness(SwiGLU("mlp", gate_up, down))
+    harness.fill(11)
+
+    def reference(p, x):
+        gate, up = (x @ p["mlp.gate_up.weight"].t()).split(5, dim=-1)
+        return (functional.silu(gate) * up) @ p["mlp.down.weight"].t()
+
+    check(harness, reference, pairs(2, (2, 3, 4), (2, 3, 4), torch.float64))
+
+
+@DTYPES
+def test_cross_entropy(dtype):
+    """Masked sums over one divisor; gradient 0 under the mask; float32 or wider."""
+    harness = Harness(CrossEntropyLoss("loss"), last=True)
+    logits = random(2, 5, 7, seed=12, dtype=dtype, scale=4.0)
+    targets = torch.randint(0, 7, (2, 5), generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[1.0, 0, 1, 1, 0], [0, 0, 1, 1, 1]])
+    harness.divisor.fill_(11.0)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    m = harness.microbatch(0, logits, torch.ones((), dtype=wide), targets=targets, mask=mask)
+    harness.run([m])
+    leaf = logits.double().requires_grad_()
+    per_token = functional.cross_entropy(leaf.flatten(0, 1), targets.flatten(), reduction="none")
+    loss = (per_token * mask.flatten().double()).sum() / 11.0
+    (grad,) = torch.autograd.grad(loss, leaf)
+    assert m.out.dtype == wide
+    close(m.out, loss.detach())
+    close(m.dx, grad)
+    assert (m.dx[mask == 0] == 0).all() and (m.dx[mask == 1] != 0).any(dim=-1).all()
+
+
+def test_uneven_masks_equal_one_big_batch():
+    """G4, G2: microbatches with 1, 5 and 0 valid tokens add up to the mean over all of them."""
+    harness = Harness(CrossEntropyLoss("loss"), last=True)
+    logits = random(3, 1, 5, 7, seed=13)
+    targets = torch.randint(0, 7, (3, 1, 5), generator=torch.Generator().manual_seed(1))
+    mask = torch.zeros(3, 1, 5)
+    mask[0, 0, 3], mask[1] = 1, 1
+    harness.divisor.fill_(mask.sum())
+    one = torch.ones((), dtype=torch.float64)
+    microbatches = [harness.microbatch(i, logits[i], one, targets=targets[i], mask=mask[i]) for i in range(3)]
+    harness.run(microbatches)
+    leaf = logits.clone().requires_grad_()
+    chosen = mask.flatten() == 1
+    mean = functional.cross_entropy(leaf.flatten(0, 2)[chosen], targets.flatten()[chosen])
+    close(torch.stack([m.out for m in microbatches]).sum(), mean.detach())
+    close(torch.stack([m.dx for m in microbatches]), torch.autograd.grad(mean, leaf)[0])
+
+
+@DTYPES
+def test_embedding(dtype):
+    """Repeated tokens add, in one microbatch and over several; rows of absent tokens are 0, not what was there."""
+    harness = Harness(Embedding("embedding", 6, 3, dtype), first=True)
+    harness.fill(14)
+    tokens = [torch.tensor([[1, 1, 4], [1, 0, 4]]), torch.tensor([[4, 4, 4], [2, 2, 1]])]
+    dys = [random(2, 3, 3, seed=15 + i, dtype=dtype) for i in range(2)]
+    microbatches = [harness.microbatch(i, t, dy) for i, (t, dy) in enumerate(zip(tokens, dys, strict=True))]
+    harness.run(microbatches)
+    weight = harness.parameters["embedding.weight"].detach()
+    wide = weight.double().requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+    for m, t, dy in zip(microbatches, tokens, dys, strict=True):
+        assert torch.equal(m.out, weight[t])
+        total = total + (functional.embedding(t, wide) * dy.double()).sum()
+    grad = torch.autograd.grad(total, wide)[0]
+    close(harness.grads["embedding.weight"], grad)
+    assert (harness.grads["embedding.weight"][[3, 5]] == 0).all() and (grad[[3, 5]] == 0).all()
+    with torch.no_grad():
+        plain = harness.module(tokens[0], LayerContext(Phase.EVAL, key=torch.zeros((), dtype=torch.int64)))
+    assert torch.equal(plain, weight[tokens[0]])
+
+
+# ---- rope and attention --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+def test_rope(theta):
+    """The pair (i, i + d/2) at position p is one complex number times exp(i p theta**(-2i/d))."""
+    cos, sin = rope_tables(9, 8, theta, torch.float64)
+    assert cos.shape == sin.shape == (9, 4)
+    x = random(2, 3, 9, 8, seed=20)
+    z = torch.complex(x[..., :4], x[..., 4:])
+    frequency = theta ** (-torch.arange(4, dtype=torch.float64) * 2 / 8)
+    turned = z * torch.exp(1j * torch.arange(9, dtype=torch.float64)[:, None] * frequency)
+    got = apply_rope(x, cos, sin)
+    close(got, torch.cat([turned.real, turned.imag], dim=-1))
+    assert torch.equal(got[:, :, 0], x[:, :, 0]), "position 0 is not turned"
+    q, k = random(8, seed=21).expand(1, 1, 9, 8), random(8, seed=22).expand(1, 1, 9, 8)
+    scores = (apply_rope(q, cos, sin) @ apply_rope(k, cos, sin).transpose(-1, -2))[0, 0]
+    for offset in range(9):  # only the distance counts
+        diagonal = scores.diagonal(offset)
+        close(diagonal, diagonal[:1].expand_as(diagonal))
+    exact = rope_tables(4096, 8, theta, torch.float64)[1]
+    close(rope_tables(4096, 8, theta, torch.float32)[1], exact, units=1.01)
+
+
+def attention(heads: int, kv_heads: int, head_dim: int, hidden: int, **kwargs) -> Attention:
+    dtype = kwargs.setdefault("dtype", torch.float64)
+    qkv = SplitLinear("attention.qkv", hidden, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    out = SplitLinear("attention.out", heads * head_dim, hidden, dtype=dtype)
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "max_positions": 16, "rope_theta": 100.0}
+    return Attention("attention", qkv, out, **sizes, **kwargs)
+
+
+def plain_attention(p, x, q_rows, k_rows, v_rows, head_dim, theta=100.0) -> torch.Tensor:
+    """One head at a time, with softmax written out; ``*_rows[h]`` is where query head ``h`` finds its q, k and v."""
+    weight, sequence = p["attention.qkv.weight"], x.shape[1]
+    frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    turn = torch.exp(1j * torch.arange(sequence, dtype=torch.float64)[:, None] * frequency)
+    future = torch.ones(sequence, sequence, dtype=torch.bool).triu(1)
+
+    def project(row: int) -> torch.Tensor:
+        return x @ weight[row * head_dim : (row + 1) * head_dim].t()
+
+    def rope(y: torch.Tensor) -> torch.Tensor:
+        z = torch.complex(*y.chunk(2, dim=-1)) * turn
+        return torch.cat([z.real, z.imag], dim=-1)
+
+    heads = []
+    for q_row, k_row, v_row in zip(q_rows, k_rows, v_rows, strict=True):
+        q, k, v = rope(project(q_row)), rope(project(k_row)), project(v_row)
+        scores = (q @ k.transpose(1, 2)) / math.sqrt(head_dim)
+        heads.append(torch.softmax(scores.masked_fill(future, -torch.inf), dim=-1) @ v)
+    return torch.cat(heads, dim=-1) @ p["attention.out.weight"].t()
+
+
+ROWS = {
+    # H2, H3: 4 query heads, 2 KV heads: q0 q1 k0 v0 q2 q3 k1 v1.
+    (4, 2): ([0, 1, 4, 5], [2, 2, 6, 6], [3, 3, 7, 7]),
+    # multi-head: q0 k0 v0 q1 k1 v1; multi-query: q0 q1 q2 k0 v0.
+    (2, 2): ([0, 3], [1, 4], [2, 5]),
+    (3, 1): ([0, 1, 2], [3, 3, 3], [4, 4, 4]),
+}
+
+
+@pytest.mark.parametrize("head_dim", [4, 6])  # H4: 6 is not hidden / heads
+@pytest.mark.parametrize("heads", ROWS, ids=str)
+def test_attention(heads, head_dim):
+    harness = Harness(attention(*heads, head_dim, 8))
+    harness.fill(23)
+
+    def reference(p, x):
+        return plain_attention(p, x, *ROWS[heads], head_dim)
+
+    check(harness, reference, pairs(2, (2, 5, 8), (2, 5, 8), torch.float64), units=1000)
+
+
+def test_grouped_rows_exactly():
+    """H2, H3 without arithmetic: the rows of v1 (row 7) reach query heads 2 and 3 and no other; those of q0 (row 0)
+    change head 0 alone."""
+    layer = attention(4, 2, 2, 8)
+    harness = Harness(layer)
+    harness.fill(24)
+    with torch.no_grad():
+        layer.out.weight.copy_(torch.eye(8, dtype=torch.float64))
+    x = random(1, 5, 8, seed=25)
+    context = LayerContext(Phase.EVAL, key=torch.zeros((), dtype=torch.int64))
+
+    def touched(row: int) -> list[int]:
+        with torch.no_grad():
+            before = layer(x, context)
+            layer.qkv.weight[2 * row : 2 * row + 2].add_(1.0)
+            after = layer(x, context)
+            layer.qkv.weight[2 * row : 2 * row + 2].sub_(1.0)
+        return [head for head in range(4) if not torch.equal(before[..., 2 * head : 2 * head + 2], after[..., 2 * head : 2 * head + 2])]
+
+    assert [touched(row) for row in range(8)] == [[0], [1], [0, 1], [0, 1], [2], [3], [2, 3], [2, 3]]
+
+
+def test_attention_is_causal_and_bounded():
+    layer = attention(4, 2, 4, 8)
+    harness = Harness(layer)
+    harness.fill(26)
+    context = LayerContext(Phase.EVAL, key=torch.zeros((), dtype=torch.int64))
+    x = random(1, 16, 8, seed=27)
+    changed = x.clone()
+    changed[:, 9:] += 1.0
+    with torch.no_grad():
+        a, b = layer(x, context), layer(changed, context)
+        assert torch.equal(a[:, :9], b[:, :9]) and not torch.equal(a[:, 9:], b[:, 9:])
+        with pytest.raises(ValueError, match="attention: position 17 is past the table of 16"):
+            layer(torch.zeros(1, 17, 8, dtype=torch.float64), context)
+
+
+@pytest.mark.parametrize("pieces", [[1] * 12, [5, 1, 1, 4, 1], [12], [1, 11], [7, 5]], ids=str)
+def test_generation_with_cache_equals_full_forward(pieces):
+    """Two decoder blocks, token by token or several at a time: the same activations as in one go."""
+    blocks = nn.ModuleList()
+    for i in range(2):
+        at, width = f"layers.{i}", 8
+        layer = attention(4, 2, 4, width)
+        layer.name = f"{at}.attention"
+        layer.qkv.name, layer.out.name = f"{at}.attention.qkv", f"{at}.attention.out"
+        mlp = SwiGLU(
+            f"{at}.mlp",
+            SplitLinear(f"{at}.mlp.gate_up", width, 24, dtype=torch.float64),
+            SplitLinear(f"{at}.mlp.down", 12, width, dtype=torch.float64),
+        )
+        norms = [RMSNorm(f"{at}.{n}", width, dtype=torch.float64) for n in ("attention_norm", "mlp_norm")]
+        blocks.append(DecoderBlock(at, norms[0], layer, norms[1], mlp, 0.0))
+    Harness(blocks).fill(28)
+    x = random(2, 12, 8, seed=29)
+
+    @torch.no_grad()
+    def forward(part: torch.Tensor, cache: KVCache | None) -> torch.Tensor:
+        context = LayerContext(Phase.EVAL, key=torch.zeros((), dtype=torch.int64), cache=cache)
+        for block in blocks:
+            part = block(part, context)
+        return part
+
+    cache, done = KVCache({}), []
+    for part in x.split(pieces, dim=1):
+        done.append(forward(part, cache))
+        cache.seen += part.shape[1]
+    close(torch.cat(done, dim=1), forward(x, None), units=1000)
+    assert sorted(cache.entries) == ["layers.0.attention", "layers.1.attention"]
+    assert cache.entries["layers.1.attention"][0].shape == (2, 2, 12, 4)
+
+
+# ---- keyed dropout -------------------------------------------------------------------------------------------------
+
+
+def key(*parts: int) -> torch.Tensor:
+    return torch.tensor(host_key(*parts))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropout_mean_and_scale(p):
+    """Kept with probability 1 - p within five standard deviations, and scaled so that the mean stays."""
+    count = 40000
+    out = KeyedDropout("layer", p)(torch.ones(count), LayerContext(Phase.TRAIN, key=key(1, 2)))
+    kept = out != 0
+    assert abs(kept.double().mean().item() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / count)
+    assert torch.equal(out[kept], torch.full((int(kept.sum()),), 1.0) * (1.0 / (1.0 - p)))
+    flips = (kept[1:] != kept[:-1]).double().mean().item()  # neighbours are independent
+    assert abs(flips - 2 * p * (1 - p)) < 5 * math.sqrt(0.25 / count)
+
+
+def test_dropout_mask_is_a_function_of_key_role_and_element():
+    """The same key gives the same mask whatever ran before or how the tensor is shaped; another seed, step,
+    microbatch, rank or layer gives another."""
+    x = torch.ones(8, 64)
+    layer = KeyedDropout("layers.0.mlp_dropout", 0.5)
+
+    def mask(*parts: int, layer: KeyedDropout = layer, x: torch.Tensor = x) -> torch.Tensor:
+        return layer(x, LayerContext(Phase.TRAIN, key=key(*parts))) != 0
+
+    first = mask(1234, 5, 2, 0)
+    torch.rand(100)
+    mask(1234, 5, 3, 0)
+    assert torch.equal(mask(1234, 5, 2, 0), first)
+    assert torch.equal(mask(1234, 5, 2, 0, x=x.view(4, 128)).view(8, 64), first)
+    assert torch.equal(mask(1234, 5, 2, 0, x=x.double()), first)
+    others = [mask(1235, 5, 2, 0), mask(1234, 6, 2, 0), mask(1234, 5, 3, 0), mask(1234, 5, 2, 1)]
+    others.append(mask(1234, 5, 2, 0, layer=KeyedDropout("layers.1.mlp_dropout", 0.5)))
+    everything = [first, *others]
+    for i, a in enumerate(everything):
+        for b in everything[:i]:
+            agreement = (a == b).double().mean().item()
+            assert abs(agreement - 0.5) < 5 * math.sqrt(0.25 / x.numel()), "independent of each other"
+
+
+def test_dropout_leaves_generators_alone():
+    before = torch.get_rng_state()
+    KeyedDropout("layer", 0.5)(torch.ones(10), LayerContext(Phase.TRAIN, key=key(1)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_dropout_backward_uses_the_same_mask():
+    harness = Harness(KeyedDropout("layer", 0.25))
+    batches = pairs(2, (3, 40), (3, 40), torch.float64)
+    microbatches = [harness.microbatch(i, *pair) for i, pair in enumerate(batches)]
+    harness.run(microbatches)
+    masks = []
+    for m, (x, dy) in zip(microbatches, batches, strict=True):
+        kept = (m.out != 0).double()
+        close(m.out, x * kept / 0.75)
+        close(m.dx, dy * kept / 0.75)
+        masks.append(kept)
+    assert not torch.equal(*masks)
+
+
+def test_dropout_phases_and_range():
+    x = torch.ones(4, 50)
+    for phase, changes in ((Phase.TRAIN, True), (Phase.CALIBRATE, True), (Phase.EVAL, False)):
+        assert torch.equal(KeyedDropout("layer", 0.5)(x, LayerContext(phase, key=key(1))), x) != changes
+    assert KeyedDropout("layer", 0.0)(x, LayerContext(Phase.TRAIN, key=key(1))) is x
+    for p in (-0.1, 1.0, 2.0):
+        with pytest.raises(ValueError, match=r"layer: a dropout probability lies in \[0, 1\)"):
+            KeyedDropout("layer", p)
+
+
+def splitmix64(counter: int, start: int) -> int:
+    """Steele, Lea and Flood's generator in Python integers: output number ``counter`` from state ``start``."""
+    mask = (1 << 64) - 1
+    z = (start + counter * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 2**40), role=st.integers(-(2**63), 2**63 - 1))
+def test_random_bits_are_splitmix64(seed, role):
+    """Against the published generator with unbounded integers: the wrapping int64 arithmetic is right."""
+    k = host_key(seed)
+    got = keyed_uniform_bits(torch.Size([2, 5]), torch.tensor(k), role)
+    start = splitmix64(0, (k ^ role) & ((1 << 64) - 1))
+    assert got.flatten().tolist() == [splitmix64(i, start) >> 40 for i in range(10)]
+
+
+def test_splitmix64_reference():
+    """The published first outputs of seed 1234567."""
+    outputs = [splitmix64(i, 1234567) for i in range(1, 4)]
+    assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+def test_host_key():
+    """Separated parts, both signs, fixed for ever (checkpoints of another machine rely on it)."""
+    assert host_key(1, 23) != host_key(12, 3) and host_key("a", "b") != host_key("ab")
+    keys = [host_key(i) for i in range(1000)]
+    assert len(set(keys)) == 1000 and min(keys) < 0 < max(keys) and max(map(abs, keys)) < 2**63
+    first = hashlib.sha256(b"\0".join([b"1234", b"init", b"2", b"0"])).digest()[:8]
+    assert host_key(1234, "init", 2, 0) == int.from_bytes(first, "little", signed=True)
+
+
+# ---- frozen and unused parameters (G6) -----------------------------------------------------------------------------
+
+
+class Stack(Layer):
+    """A user's block: a split linear with bias, a norm, a plain torch module, and parameters that take no part."""
+
+    def __init__(self) -> None:
+        super().__init__("stack")
+        self.linear = SplitLinear("stack.linear", 4, 4, bias=True, dtype=torch.float64)
+        self.norm = RMSNorm("stack.norm", 4, dtype=torch.float64)
+        self.plain = nn.Linear(4, 4, dtype=torch.float64)
+        self.unused = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        self.frozen = nn.Parameter(torch.zeros(4, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        return self.plain(self.norm(self.linear(x, context), context)) + self.frozen
+
+
+def stack_reference(p, x):
+    y = functional.linear(x, p["stack.linear.weight"], p["stack.linear.bias"])
+    y = y / torch.sqrt(y.pow(2).mean(-1, keepdim=True) + 1e-5) * p["stack.norm.weight"]
+    return functional.linear(y, p["stack.plain.weight"], p["stack.plain.bias"]) + p["stack.frozen"]
+
+
+NAMES = ["frozen", "linear.bias", "linear.weight", "norm.weight", "plain.bias", "plain.weight", "unused"]
+
+
+def test_unused_parameter_has_gradient_zero():
+    """G6: not the 7.0 that was there; a user's plain torch module is finished in I like any cheap parameter."""
+    harness = Harness(Stack())
+    harness.fill(30)
+    assert sorted(harness.parameters) == [f"stack.{name}" for name in NAMES]
+    assert "stack.frozen" not in harness.grads
+    check(harness, stack_reference, pairs(3, (2, 3, 4), (2, 3, 4), torch.float64), units=2000)
+    assert (harness.grads["stack.unused"] == 0).all()
+
+
+@pytest.mark.parametrize("frozen", [name for name in NAMES if name not in ("frozen", "unused")])
+def test_frozen_parameter(frozen):
+    """G6: any one of them frozen: no gradient for it, none missing elsewhere, and dx as before."""
+    stack = Stack()
+    dict(stack.named_parameters())[frozen].requires_grad_(False)
+    harness = Harness(stack)
+    harness.fill(31)
+    assert f"stack.{frozen}" not in harness.grads
+    check(harness, stack_reference, pairs(2, (2, 3, 4), (2, 3, 4), torch.float64), units=2000)
+
+
+@pytest.mark.parametrize("recipe", [None, DelayedScaling])
+def test_frozen_linear_retains_nothing(recipe):
+    """G6: a frozen weight needs no operands for W: no lease, no transposed copies; dx is the same."""
+
+    def run(trainable: bool) -> tuple[Microbatch, dict[str, object]]:
+        layer = SplitLinear("linear", 6, 4, recipe=recipe() if recipe else None)
+        layer.weight.requires_grad_(trainable)
+        harness = Harness(layer)
+        harness.fill(32)
+        m = harness.microbatch(0, *pairs(1, (3, 6), (3, 4), torch.float32)[0])
+        with harness.step():
+            harness.forward(m)
+            kept = harness.ledger.leases.payloads(0, 0)
+            harness.input_grad(m)
+            harness.weight_grad(m)
+        return m, kept
+
+    (frozen, nothing), (free, kept) = run(False), run(True)
+    assert nothing == {} and list(kept) == ["linear"]
+    assert torch.equal(frozen.out, free.out) and torch.equal(frozen.dx, free.dx)
+
+
+def test_frozen_embedding():
+    embedding = Embedding("embedding", 6, 3)
+    embedding.weight.requires_grad_(False)
+    harness = Harness(embedding, first=True)
+    harness.fill(33)
+    m = harness.microbatch(0, torch.tensor([[1, 2]]), torch.ones(1, 2, 3))
+    harness.run([m])
+    assert harness.grads == {} and m.out.count_nonzero() > 0
+
+
+class Forgetful(Layer):
+    """Computes a split linear and drops its result, or does not call it at all."""
+
+    def __init__(self, call: bool) -> None:
+        super().__init__("forgetful")
+        self.call = call
+        self.used = SplitLinear("used", 4, 4, dtype=torch.float64)
+        self.lost = SplitLinear("lost", 4, 4, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        if self.call:
+            self.lost(x, context)
+        return self.used(x, context)
+
+
+@pytest.mark.parametrize("call", [True, False])
+def test_unused_split_layer_is_an_error_that_names_it(call):
+    """G6: its weight gradient would never be written; that is said, by name, and last step's is never taken."""
+    harness = Harness(Forgetful(call))
+    harness.fill(34)
+    m = harness.microbatch(0, *pairs(1, (3, 4), (3, 4), torch.float64)[0])
+    with pytest.raises(LeaseError, match="lost"):
+        harness.run([m])

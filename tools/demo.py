@@ -1,0 +1,314 @@
+"""The demo: train an FP8 pipeline on the standard library's sources, kill it, resume it, and compare bit for bit.
+
+Everything is real: the corpus is made on this machine, two ranks are launched with torchrun, and the proof of resume kills both
+with SIGKILL. ``make demo`` runs it; it ends non-zero when any claim does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from qeffect_lm.errors import QEffectError, UsageError
+from tools.common import ROOT, TRAIN, add_traceback, children, last_step, run_tool
+
+CONFIG = ROOT / "models/configs/demo.yaml"
+RANKS = 2
+PROOF_STEPS, PROOF_EVERY, PROOF_KILL = 21, 5, 13
+PROOF = [
+    f"train.steps={PROOF_STEPS}",
+    "train.eval_every=0",
+    "precision.fp8.history=3",
+    "data.microbatch_size=2",
+    f"checkpoint.every={PROOF_EVERY}",
+    "checkpoint.keep=0",
+    "optim.warmup_steps=3",
+    "logging.wandb=disabled",
+    "logging.progress=off",
+]
+CONTROL_SCALE = "scale/layers.0.attention.qkv.input"
+MARKER = ".qeffect-demo"
+
+
+class DemoError(QEffectError):
+    """A claim of the demo does not hold."""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m tools.demo", description=__doc__.splitlines()[0])
+    made.add_argument("--dir", type=Path, default=Path("runs/demo"), help="where everything goes (default: %(default)s)")
+    made.add_argument("--max-mb", type=float, default=12.0, help="megabytes of corpus, at least 10 (default: %(default)s)")
+    made.add_argument("--steps", type=int, help="optimizer steps of the training (default: the configuration's)")
+    add_traceback(made)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    return run_tool(lambda: demo(arguments), arguments.traceback)
+
+
+def demo(arguments: argparse.Namespace) -> int:
+    """Run the four parts in order."""
+    began = time.monotonic()
+    folder = _fresh(arguments.dir)
+    overrides = _paths(folder)
+    entropy = make_corpus(folder, arguments.max_mb)
+    heading("2. training: two pipeline stages, FP8, captured, contract enforced")
+    steps = [] if arguments.steps is None else [f"train.steps={arguments.steps}"]
+    torchrun([*overrides, f"run.dir={folder / 'train'}", *steps])
+    prove_resume(folder, overrides)
+    show_results(folder, entropy)
+    print(f"\ndemo finished in {time.monotonic() - began:.0f} s")
+    return 0
+
+
+def heading(text: str) -> None:
+    print(f"\n=== {text} ===", flush=True)
+
+
+def _fresh(folder: Path) -> Path:
+    """An empty folder of our own; what an earlier demo left there is removed, anything else is not touched."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).exists():
+        raise UsageError(f"{folder} exists and is not a demo's folder: choose another one with --dir")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / MARKER).write_text("made by tools.demo; removed by the next demo\n")
+    return folder
+
+
+def _paths(folder: Path) -> list[str]:
+    corpus = folder / "corpus"
+    return [
+        f"data.train={corpus / 'stdlib.train'}",
+        f"data.valid={corpus / 'stdlib.valid'}",
+        f"data.tokenizer={corpus / 'stdlib.model'}",
+    ]
+
+
+def make_corpus(folder: Path, megabytes: float) -> float:
+    """Part 1. Returns the corpus's unigram entropy in nats per token."""
+    from tools.preprocess import preprocess_corpus, stdlib_python_files
+
+    heading("1. corpus: the .py sources of this interpreter's standard library")
+    if megabytes < 10:
+        raise UsageError(f"--max-mb is {megabytes:g}; the demo's corpus has at least 10 MB")
+    files = stdlib_python_files()
+    report = preprocess_corpus(
+        files,
+        folder / "corpus" / "stdlib",
+        train_tokenizer=True,
+        vocab_size=4096,
+        valid_fraction=0.02,
+        append_eos=True,
+        max_bytes=int(megabytes * 1e6),
+        workers=os.cpu_count() or 1,
+    )
+    print(report.summary())
+    return report.unigram_entropy
+
+
+# ---- launching -------------------------------------------------------------------------------------------------
+
+
+def _torchrun_command(overrides: Sequence[str]) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    return [*launcher, str(TRAIN), str(CONFIG), *overrides]
+
+
+def torchrun(overrides: Sequence[str]) -> None:
+    """Run to the end with its output shown as it comes."""
+    command = _torchrun_command(overrides)
+    print(f"$ torchrun --nproc-per-node {RANKS} train.py {CONFIG.relative_to(ROOT)} …", flush=True)
+    code = subprocess.run(command, stdin=subprocess.DEVNULL, env=_environment()).returncode
+    if code:
+        raise DemoError(f"the training ended with exit code {code}")
+
+
+def captured_torchrun(overrides: Sequence[str]) -> str:
+    """Run to the end; returns its output."""
+    done = subprocess.run(
+        _torchrun_command(overrides), stdin=subprocess.DEVNULL, capture_output=True, text=True, env=_environment()
+    )
+    if done.returncode:
+        raise DemoError(f"a run of the proof ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def killed_torchrun(overrides: Sequence[str], metrics: Path, step: int) -> list[int]:
+    """Start, SIGKILL both ranks once ``step`` is logged; returns their process ids."""
+    agent = subprocess.Popen(
+        _torchrun_command(overrides),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=_environment(),
+    )
+    try:
+        while last_step(metrics) < step:
+            if agent.poll() is not None:
+                raise DemoError(f"the run to be killed ended by itself with exit code {agent.returncode}")
+            time.sleep(0.002)
+        ranks = children(agent.pid)
+        for pid in ranks:
+            os.kill(pid, signal.SIGKILL)
+        code = agent.wait(60)
+    finally:
+        if agent.poll() is None:
+            agent.kill()
+            agent.wait()
+    if code == 0 or len(ranks) < RANKS:
+        raise DemoError("the run was not killed in the middle")
+    return ranks
+
+
+# ---- the proof -------------------------------------------------------------------------------------------------
+
+
+def prove_resume(folder: Path, overrides: list[str]) -> None:
+    """Part 3: uninterrupted; killed and resumed; compared; and a control that must fail."""
+    heading("3. resume: kill -9 both ranks, restart, compare bit for bit")
+    proof = [*overrides, *PROOF]
+    whole, killed, control = (folder / "resume" / name for name in ("uninterrupted", "killed", "control"))
+    captured_torchrun([*proof, f"run.dir={whole}"])
+    ranks = killed_torchrun([*proof, f"run.dir={killed}"], killed / "metrics.jsonl", PROOF_KILL)
+    reached = last_step(killed / "metrics.jsonl")
+    print(f"killed both ranks (pids {', '.join(map(str, ranks))}) with SIGKILL after step {reached} of {PROOF_STEPS}")
+    before = (killed / "metrics.jsonl").read_bytes()
+    shutil.copytree(killed, control)
+    output = captured_torchrun([*proof, f"run.dir={killed}"])
+    resumed = check_resumed(output, before, killed / "metrics.jsonl")
+    result = compare_runs(whole, killed, resumed.at)
+    if result.first is not None:
+        print(f"resume parity: FAILED, first differing: {result.first}")
+        raise DemoError(f"the resumed run differs from the uninterrupted one, first in {result.first}")
+    print(f"resume parity: {result.tensors} tensors bitwise equal")
+    print(f"  ({result.detail})")
+    run_control(whole, control, proof, resumed.at)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    at: int
+    to: int
+
+
+def check_resumed(output: str, before: bytes, metrics: Path) -> Resumed:
+    """``resumed at S, ran S+1…T``, and the metrics agree: no step up to S ran again."""
+    found = re.search(r"resumed at (\d+), ran (\d+)…(\d+)", output)
+    if found is None:
+        raise DemoError(f"the restarted run does not say that it resumed:\n{output}")
+    at, first, to = map(int, found.groups())
+    print(found.group(0))
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    steps = [int(re.search(rb'"step":\s*(\d+)', line).group(1)) for line in lines]  # type: ignore[union-attr]
+    kept = b"".join(line for line, step in zip(lines, steps, strict=True) if step <= at)
+    if first != at + 1 or to != PROOF_STEPS or steps != list(range(1, to + 1)):
+        raise DemoError(f"the resumed run ran {first}…{to} and logged steps {steps}; expected {at + 1}…{PROOF_STEPS}")
+    if not before.startswith(kept):
+        raise DemoError(f"a step up to {at} ran again after the resume")
+    return Resumed(at, to)
+
+
+@dataclass(frozen=True)
+class Parity:
+    """``first`` names the first thing that differs, None when all is equal."""
+
+    tensors: int
+    first: str | None
+    differing: int
+    detail: str
+
+
+def compare_runs(a: Path, b: Path, resumed_at: int) -> Parity:
+    """Every loss, and at the resumed and the last step every tensor, counter, cursor and fingerprint, as bytes."""
+    from checkpoint import compare, open_checkpoint, step_name
+    from qeffect_lm.runtime.metrics import read_metrics
+
+    tensors = differing = 0
+    first: str | None = None
+    meta = ("contract", "data", "tokens", "step", "plan_fingerprint", "graph_fingerprints")
+    for step in (resumed_at, PROOF_STEPS):
+        x, y = (open_checkpoint(run / "checkpoints" / step_name(step)) for run in (a, b))
+        result = compare(x, y, meta_keys=meta)
+        tensors += len(result.equal)
+        differing += len(result.different)
+        if first is None and not result.same:
+            first = f"{result.first_name or result.meta[0].key} (step {step})"
+    losses = [[(m.step, m.loss, m.grad_norm) for m in read_metrics(run / "metrics.jsonl")] for run in (a, b)]
+    if losses[0] != losses[1] and first is None:
+        first = next(f"loss of step {p[0]}" for p, q in zip(*losses, strict=False) if p != q)
+    detail = (
+        f"weights, masters, moments, scales, histories, open slots, cached FP8 weights and generators at steps {resumed_at} and "
+        f"{PROOF_STEPS}; contract counters, versions, epochs, data cursor, plan and graph fingerprints; {len(losses[0])} losses"
+    )
+    return Parity(tensors, first, differing, detail)
+
+
+def run_control(whole: Path, control: Path, proof: list[str], resumed_at: int) -> None:
+    """Double one scale in the checkpoint and resume from it: the comparison must fail, by that tensor's name."""
+    from checkpoint import open_checkpoint, rewrite_checkpoint, step_name
+
+    path = control / "checkpoints" / step_name(resumed_at)
+    saved = open_checkpoint(path)
+    tampered = control / "tampered"
+    rewrite_checkpoint(saved, tampered, {CONTROL_SCALE: saved.read(CONTROL_SCALE) * 2})
+    shutil.rmtree(control / "checkpoints")
+    tampered.rename(control / "checkpoints")
+    captured_torchrun([*proof, f"run.dir={control}"])
+    result = compare_runs(whole, control, resumed_at)
+    if result.first is None or not result.first.startswith(CONTROL_SCALE):
+        raise DemoError(f"the control with {CONTROL_SCALE} doubled was not noticed (first difference: {result.first})")
+    print(
+        f"control: {CONTROL_SCALE} doubled in the checkpoint of step {resumed_at}: fails as it must, first differing "
+        f"{result.first}, {result.differing} tensors differ"
+    )
+
+
+# ---- results ---------------------------------------------------------------------------------------------------
+
+
+def show_results(folder: Path, entropy: float) -> None:
+    """Part 4: held-out loss before and after, a sample, and where everything is."""
+    from qeffect_lm.runtime.metrics import read_metrics
+    from qeffect_lm.runtime.plots import plot_loss
+
+    heading("4. results")
+    train = folder / "train"
+    records = read_metrics(train / "metrics.jsonl")
+    held_out = [(m.step, m.eval_loss) for m in records if m.eval_loss is not None]
+    before, after = held_out[0][1], held_out[-1][1]
+    picture = train / "loss.png"
+    plot_loss(train / "metrics.jsonl", picture, held_out=held_out, unigram_entropy=entropy, title="QEffect LM demo")
+    print(f"held-out loss: {before:.3f} before, {after:.3f} after ({before - after:.3f} nats/token lower)")
+    print(f"unigram entropy of the corpus: {entropy:.3f} nats/token; perplexity {math.exp(before):.0f} -> {math.exp(after):.0f}")
+    print("sample:", flush=True)
+    sample = [sys.executable, "-m", "tools.generate", str(train / "checkpoints"), "--prompt", "def ", "--tokens", "80", "--seed", "1"]
+    subprocess.run(sample, cwd=ROOT if train.is_absolute() else None, check=True, env=_environment())
+    runs = sorted((train / "wandb").glob("offline-run-*"))
+    print(f"\nloss plot:   {picture}")
+    print(f"metrics:     {train / 'metrics.jsonl'}")
+    print(f"wandb run:   {runs[-1] if runs else 'none (install the extra wandb)'}")
+    print(f"checkpoint:  {train / 'checkpoints' / (train / 'checkpoints/latest').read_text().strip()}")
+    if before - after < 3.0:
+        raise DemoError(f"the held-out loss fell by {before - after:.3f} nats/token, less than 3")
+    if after >= entropy:
+        raise DemoError(f"the held-out loss {after:.3f} is not below the unigram entropy {entropy:.3f}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
