@@ -1,15 +1,19 @@
 # make venv | demo | test | test-long | lint | bench | clean      (make help says what each does)
 #
 #   PYTHON=python3.12   the interpreter that makes .venv (3.11 or later)
-#   SYSTEM_TORCH=1      keep the torch that this interpreter already has (a CUDA build, say)
+#   SYSTEM_TORCH=1      keep the torch that this interpreter already has (a CUDA build, say); .venv remembers it
+#
+# A .venv that was there before is used as it is, and a torch in it is kept.
 
 PYTHON ?= python3
-SYSTEM_TORCH ?= 0
+SYSTEM_TORCH ?= $(if $(wildcard .venv/installed-system-torch-1),1,0)
 WORKERS ?= 2
 
 BIN := .venv/bin
 STAMP := .venv/installed-system-torch-$(SYSTEM_TORCH)
-PYTEST := $(BIN)/python -m pytest
+OTHER_STAMP := .venv/installed-system-torch-$(if $(filter 1,$(SYSTEM_TORCH)),0,1)
+PIP := $(BIN)/python -m pip install -qq -c .venv/constraints.txt
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-long lint bench clean
@@ -25,32 +29,39 @@ help:
 
 venv: $(STAMP)
 
+# One shell each, so that a failing check ends the recipe before anything is made.
 $(STAMP): setup.cfg pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "error: Python 3.11 or later is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1 || true)." >&2; \
+	@[ -x $(BIN)/python ] || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "error: Python 3.11 or later is needed, and $(PYTHON) is not that ($$($(PYTHON) --version 2>&1))." >&2; \
 	  echo "Name another one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
 ifeq ($(SYSTEM_TORCH),1)
-	@$(PYTHON) -c 'import importlib.metadata as m; print("keeping torch", m.version("torch"))' || { \
-	  echo "error: SYSTEM_TORCH=1, but $(PYTHON) has no torch; install it there or leave SYSTEM_TORCH out" >&2; exit 2; }
-	$(PYTHON) -m venv --clear --system-site-packages .venv
-	grep -v '^torch==' constraints.txt > .venv/constraints.txt
+	@[ ! -x $(BIN)/python ] || [ -e $@ ] || [ -e $(OTHER_STAMP) ] || { \
+	  echo "error: SYSTEM_TORCH=1 needs a new .venv, and there is one that make did not make: move it away" >&2; exit 2; }
+	@$(PYTHON) -c 'import importlib.metadata as m, sys; v = m.version("torch"); print("keeping torch", v); \
+	  sys.exit(tuple(int(n) for n in v.split(".")[:2]) < (2, 11))' 2>/dev/null || { \
+	  echo "error: SYSTEM_TORCH=1, but $(PYTHON) has no torch of version 2.11 or later;" >&2; \
+	  echo "install it there, or leave SYSTEM_TORCH out" >&2; exit 2; }
+	@[ -e $@ ] || $(PYTHON) -m venv --clear --system-site-packages .venv
+	@touch .venv/own-torch
 else
-	$(PYTHON) -m venv --clear .venv
-	cp constraints.txt .venv/constraints.txt
+	@if [ ! -x $(BIN)/python ] || [ -e $(OTHER_STAMP) ]; then $(PYTHON) -m venv --clear .venv; \
+	  elif [ ! -e $@ ] && $(BIN)/python -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null; \
+	  then touch .venv/own-torch; fi
 endif
+	@if [ -e .venv/own-torch ]; then grep -v '^torch==' constraints.txt; else cat constraints.txt; fi > .venv/constraints.txt
 	@echo 'installing into .venv (minutes the first time)'
-	$(BIN)/python -m pip install -qq -c .venv/constraints.txt setuptools
-	$(BIN)/python -m pip install -qq -c .venv/constraints.txt --no-build-isolation -e '.[wandb,plot,test]'
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation -e '.[wandb,plot,test]'
 	@touch $@
 
 demo: venv
 	$(BIN)/python -m tools.demo
 
 test: lint
-	$(PYTEST) -n $(WORKERS) --dist loadgroup -m 'not long'
+	$(PYTEST) -m 'not long'
 
 test-long: venv
-	$(PYTEST) -n $(WORKERS) --dist loadgroup -m long --timeout 1800
+	$(PYTEST) -m long --timeout 1800
 
 lint: venv
 	$(BIN)/ruff check .

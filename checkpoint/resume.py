@@ -3,8 +3,8 @@
     mesh → params → optimizer → scales and histories → weight versions → rebuild caches and compare → data cursor
          → capture (transaction) → generators last → compare digests with the manifest
 
-Every check that can fail before the first write does. On the layout of the save everything is compared, generators and graph
-fingerprints included; on another one the logical state is, and each rank's generators start from their seed.
+Names, shapes, dtypes and hashes are checked before the first write. On the layout of the save everything is compared, generators
+and graph fingerprints included; on another one the logical state is, and each rank's generators start from their seed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from qeffect_lm.graphs.register import digest
 from qeffect_lm.runtime.rng import generator_tensors, load_generator_tensors
 from qeffect_lm.state import LogicalTensor, Role
 
-PARAMETERS = {Role.PARAM, Role.MASTER}
-OPTIMIZER = {Role.MOMENT, Role.COUNTER}
-SCALES = {Role.SCALE, Role.AMAX_HISTORY, Role.AMAX_OPEN}
+PARAMETERS = (Role.PARAM, Role.MASTER)
+OPTIMIZER = (Role.MOMENT, Role.COUNTER)
+SCALES = (Role.SCALE, Role.AMAX_HISTORY, Role.AMAX_OPEN)
 
 
 class Resumable(Protocol):
@@ -65,7 +65,12 @@ def contract_meta(target: Resumable, comm: Communicator) -> dict[str, Any] | Non
 
 
 def restore(
-    checkpoint: Checkpoint, target: Resumable, cursor: Cursor, comm: Communicator, coords: dict[str, int], layout: dict[str, int]
+    checkpoint: Checkpoint,
+    target: Resumable,
+    cursor: Cursor,
+    comm: Communicator,
+    coords: dict[str, int],
+    layout: dict[str, int],
 ) -> None:
     """Bring ``target`` and ``cursor`` to the checkpoint's state and capture; collective over ``comm``.
 
@@ -78,11 +83,12 @@ def restore(
     """
     same_layout = checkpoint.meta.get("layout") == layout
     items = target.logical_tensors()
-    for roles in (PARAMETERS, OPTIMIZER, SCALES):
-        load_into(checkpoint, [item for item in items if item.role in roles], comm=comm)
-    _restore_versions(checkpoint, target.ledger)
+    # One call: everything is checked before the first write, and written in this order.
+    load_into(checkpoint, [i for roles in (PARAMETERS, OPTIMIZER, SCALES) for i in items if i.role in roles], comm=comm)
+    _raise_first(_restore_versions(checkpoint, target.ledger), comm)
     target.rebuild_caches()
-    _raise_first(_compare(checkpoint, [i for i in items if i.role is Role.CACHED_WEIGHT], "was rebuilt from its master"), comm)
+    cached = [item for item in items if item.role is Role.CACHED_WEIGHT]
+    _raise_first(_compare(checkpoint, cached, "was rebuilt from its master"), comm)
     _raise_first(_compare_caches(checkpoint, target.ledger), comm)
     cursor.load_state(checkpoint.meta["data"])
     target.capture()
@@ -94,15 +100,16 @@ def restore(
         _raise_first(_compare_fingerprint(checkpoint, target, comm.rank), comm)
 
 
-def _restore_versions(checkpoint: Checkpoint, ledger: Ledger) -> None:
+def _restore_versions(checkpoint: Checkpoint, ledger: Ledger) -> str | None:
     contract = checkpoint.meta["contract"]
     ledger.timeline.load_state(contract["timeline"])
     versions = contract["weights"]["versions"]
     missing = sorted(set(ledger.versions.versions) - set(versions))
     if missing:
-        raise ResumeError(f"{checkpoint.path} has no weight version of {missing[0]!r}", tensor=missing[0])
+        return f"{checkpoint.path} has no weight version of {missing[0]!r}"
     for name in ledger.versions.versions:
         ledger.versions.versions[name] = int(versions[name])
+    return None
 
 
 def _compare_caches(checkpoint: Checkpoint, ledger: Ledger) -> str | None:
@@ -118,8 +125,11 @@ def _compare_caches(checkpoint: Checkpoint, ledger: Ledger) -> str | None:
 def _compare(checkpoint: Checkpoint, items: Sequence[LogicalTensor], how: str) -> str | None:
     """The first tensor whose live bytes are not the saved ones."""
     for item in items:
-        entry = checkpoint.entry(item.name)
-        whole = [s for s in entry.slices if tuple(s.start) == item.start and tuple(s.shape) == tuple(item.tensor.shape)]
+        entry = checkpoint.manifest.tensors.get(item.name)
+        if entry is None:
+            return f"tensor {item.name!r} ({item.role}) is not in {checkpoint.path}"
+        box = (item.start, tuple(item.tensor.shape))
+        whole = [part for part in entry.slices if (tuple(part.start), tuple(part.shape)) == box]
         if whole:
             equal = digest(item.tensor) == whole[0].sha256
         else:

@@ -14,12 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from qeffect_lm.errors import QEffectError
 from qeffect_lm.parallel.mesh import Mesh
+from qeffect_lm.parallel.peers import PeerLostError, naming
 
-
-class PeerLostError(QEffectError):
-    """A peer died or did not answer within the time-out."""
+__all__ = ["PeerLostError", "Pending", "Transport", "gather_rows"]
 
 
 @dataclass
@@ -41,13 +39,8 @@ class Pending:
         """
         if self.done:
             return
-        try:
+        with naming([self.peer], self.what, self.timeout.total_seconds()):
             self.work.wait(self.timeout)
-        except RuntimeError as error:
-            raise PeerLostError(
-                f"rank {self.peer} was lost during {self.what} (no answer within {self.timeout.total_seconds():g} s, or its "
-                f"connection closed): {str(error).splitlines()[0][:200]}"
-            ) from error
         self.done = True
 
 
@@ -89,10 +82,8 @@ class Transport:
         return Pending(peer, what, work, tensor, self._timeout)
 
     def _start(self, call: Any, tensor: torch.Tensor, peer: int, direction: str, tag: int, what: str) -> Any:
-        try:
+        with naming([peer], what):
             return call(tensor, peer, group=self._groups[direction], tag=tag)
-        except RuntimeError as error:
-            raise PeerLostError(f"rank {peer} was lost when {what} began: {str(error).splitlines()[0][:200]}") from error
 
 
 def _line(mesh: Mesh, rank: int) -> list[int]:
@@ -111,11 +102,6 @@ def gather_rows(rows: torch.Tensor, mine: torch.Tensor, mesh: Mesh, axis: str) -
     if group is None:
         rows[0].copy_(mine)
         return
-    try:
+    others = [rank for rank in mesh.peers(axis) if rank != mesh.rank]
+    with naming(others, f"a gather over {axis}"):
         dist.all_gather(list(rows.unbind(0)), mine.contiguous(), group=group)
-    except RuntimeError as error:
-        others = [rank for rank in mesh.peers(axis) if rank != mesh.rank]
-        names = "rank" if len(others) == 1 else "one of ranks"
-        raise PeerLostError(
-            f"{names} {', '.join(map(str, others))} was lost during a gather over {axis}: {str(error).splitlines()[0][:200]}"
-        ) from error

@@ -17,6 +17,7 @@ from qeffect_lm.optim.adamw import AdamW
 from qeffect_lm.optim.flat import FlatBuffers
 from qeffect_lm.optim.norm import BlockOrder, BlockSums, TotalNorm
 from qeffect_lm.parallel.mesh import Mesh
+from qeffect_lm.parallel.peers import naming
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class StepEnd:
         """Sum main gradients and max-merge open amax slots over dp, on our own buffers."""
         group = self._mesh.group("dp")
         if group is not None:
-            dist.all_reduce(self._flat.grad_buffer, group=group)
+            with naming(self._others("dp"), "the reduction of gradients over dp"):
+                dist.all_reduce(self._flat.grad_buffer, group=group)
         self.reduce_amax_()
 
     def reduce_amax_(self) -> None:
@@ -82,7 +84,11 @@ class StepEnd:
         for axis in ("dp", "tp"):
             group = self._mesh.group(axis)
             if group is not None and self._timeline.roles:
-                dist.all_reduce(self._timeline.open_amax, op=dist.ReduceOp.MAX, group=group)
+                with naming(self._others(axis), f"the reduction of amax over {axis}"):
+                    dist.all_reduce(self._timeline.open_amax, op=dist.ReduceOp.MAX, group=group)
+
+    def _others(self, axis: str) -> list[int]:
+        return [rank for rank in self._mesh.peers(axis) if rank != self._mesh.rank]
 
     def gather_loss_(self) -> None:
         gather_rows(self._loss_rows, self._loss, self._mesh, "dp")

@@ -142,8 +142,8 @@ class PrecisionConfig(Section):
 class ParallelConfig(Section):
     """how many ranks along each axis; their product is the world size"""
 
-    pp: int = _key(1, "Pipeline stages.", on_resume="refuse", unit="ranks", ge=1)
-    dp: int = _key(1, "Data-parallel replicas.", on_resume="refuse", unit="ranks", ge=1)
+    pp: int = _key(1, "Pipeline stages.", on_resume="warn", unit="ranks", ge=1)
+    dp: int = _key(1, "Data-parallel replicas.", on_resume="warn", unit="ranks", ge=1)
     tp: int = _key(1, "Tensor-parallel ranks (training supports 1).", on_resume="refuse", unit="ranks", ge=1)
     ep: int = _key(1, "Expert-parallel ranks (training supports 1).", on_resume="refuse", unit="ranks", ge=1)
 
@@ -177,7 +177,7 @@ class PipelineConfig(Section):
         None,
         "Decoder layers of each stage, one number per stage, adding up to model.num_layers; null: even, the "
         "first stages take one more where it does not divide.",
-        on_resume="refuse",
+        on_resume="warn",
         unit="layers",
         strict=False,
     )

@@ -107,12 +107,12 @@ def make_corpus(folder: Path, megabytes: float) -> float:
     report = preprocess_corpus(
         files,
         folder / "corpus" / "stdlib",
-        train_tokenizer=True,
         vocab_size=4096,
         valid_fraction=0.02,
         append_eos=True,
         max_bytes=int(megabytes * 1e6),
         workers=os.cpu_count() or 1,
+        progress=True,
     )
     print(report.summary())
     return report.unigram_entropy

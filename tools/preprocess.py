@@ -3,8 +3,8 @@
     python -m tools.preprocess --input DIR --glob '*.py' --output data/corpus --train-tokenizer
 
 One document per file. Writes OUTPUT.train.bin/.idx and OUTPUT.valid.bin/.idx and, with --train-tokenizer,
-OUTPUT.model and its settings OUTPUT.json. The same files and options give the same bytes, wherever the folder is
-and however many workers there are.
+OUTPUT.model and its settings OUTPUT.json. The same files and options give the same bytes, wherever the folder
+is and however many workers there are.
 """
 
 from __future__ import annotations
@@ -12,18 +12,23 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import shutil
 import sys
 import sysconfig
+import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 from tqdm import tqdm
 
+from qeffect_lm.data.files import fsync_directory, write_errors
 from qeffect_lm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path
 from qeffect_lm.data.stats import entropy, token_counts
 from qeffect_lm.data.tokenizer import Tokenizer, train_sentencepiece
@@ -35,7 +40,8 @@ _NAMED_SKIPS = 20
 
 @dataclass(frozen=True)
 class SplitReport:
-    """One written part: the prefix of its files, documents, tokens (ends of sequence included), nats per token."""
+    """One written part: the prefix of its files, documents, tokens (ends of sequence included), nats per
+    token."""
 
     prefix: Path
     documents: int
@@ -47,8 +53,8 @@ class SplitReport:
 class CorpusReport:
     """What :func:`preprocess_corpus` made.
 
-    ``files`` and ``bytes`` count the text that was used; ``skipped`` holds (file, reason). ``unigram_entropy`` is
-    that of both parts together, in nats per token.
+    ``files`` and ``bytes`` count the text that was used; ``skipped`` holds (file, reason).
+    ``unigram_entropy`` is that of both parts together, in nats per token.
     """
 
     files: int
@@ -102,9 +108,11 @@ def stdlib_python_files() -> list[Path]:
 
 
 def find_files(inputs: Iterable[Path], glob: str) -> list[Path]:
-    """The files of ``inputs`` in their order; a folder stands for the files below it that match ``glob``, sorted.
+    """The files of ``inputs`` in their order; a folder stands for the files below it that match ``glob``,
+    sorted.
 
-    A file named twice counts once. Raises UsageError for an input that does not exist, and where nothing is left.
+    A file named twice counts once. Raises UsageError for an input that does not exist, and where nothing is
+    left.
     """
     inputs = list(inputs)
     found: dict[Path, None] = {}
@@ -128,6 +136,7 @@ def preprocess_corpus(
     out_prefix: Path | str,
     *,
     tokenizer: Path | str | None = None,
+    train_tokenizer: bool = False,
     vocab_size: int = 4096,
     model_type: Literal["bpe", "unigram"] = "bpe",
     valid_fraction: float = 0.02,
@@ -137,43 +146,49 @@ def preprocess_corpus(
     max_bytes: int | None = None,
     progress: bool = False,
 ) -> CorpusReport:
-    """Writes the token files of ``files`` (UTF-8, one document each, kept in this order) and reports what it
-    did.
+    """Writes the token files of ``files`` (UTF-8, one document each, in this order) and reports what it did.
 
-    ``tokenizer`` is a model to use; None trains one of ``vocab_size`` and ``model_type`` on the training
-    part. A document goes to the validation part when a hash of (seed, file name, content) falls below
-    ``valid_fraction``, so equal files are never on both sides; 0 writes no validation part. ``append_eos``
-    ends each document with the tokenizer's end-of-sequence token. ``workers`` threads encode. ``max_bytes``
-    takes a subset of at most that many bytes, chosen by the seed. ``progress`` shows bars on stderr. Files
-    that cannot be read or decoded are skipped and reported.
+    Either ``tokenizer`` is a model to use, or ``train_tokenizer`` makes ``out_prefix.model`` of
+    ``vocab_size`` and ``model_type`` from the training part. A document goes to the validation part when a
+    hash of (seed, file name, content) falls below ``valid_fraction``, so equal files are never on both sides;
+    0 writes no validation part. ``append_eos`` ends each document with the tokenizer's end-of-sequence token.
+    ``workers`` threads encode. ``max_bytes`` takes a subset of at most that many bytes, chosen by the seed.
+    ``progress`` shows bars on stderr. Files that cannot be read or decoded are skipped and reported. An
+    earlier corpus of this prefix is replaced, after the new one is complete.
 
     Raises UsageError for bad arguments, no usable text, an empty part, or a tokenizer that cannot be used;
-    QEffectError when the output cannot be written. Then no new pair of token files is left.
+    QEffectError when the output cannot be written.
     """
     started = time.monotonic()
-    _check_arguments(files, out_prefix, valid_fraction, workers, max_bytes)
+    if (tokenizer is None) == (not train_tokenizer):
+        raise UsageError("give a tokenizer or train one: exactly one of --tokenizer and --train-tokenizer")
+    _check_arguments(files, valid_fraction, workers, max_bytes)
     if max_bytes is not None:
         files = _subset(files, max_bytes, seed)
     corpus = _Corpus(files, valid_fraction, seed, progress)
-    if tokenizer is None:
-        texts = (document.text for document in corpus.read("tokenizer") if not document.valid)
-        tokenizer = train_sentencepiece(
-            texts, f"{out_prefix}.tokenizer", vocab_size=vocab_size, model_type=model_type
-        )
-    model = Tokenizer(tokenizer)
-    if append_eos and model.eos_id < 0:
-        raise UsageError(
-            f"tokenizer {model.path} has no end-of-sequence id: use --no-append-eos or another tokenizer"
-        )
-    read_bytes, documents = _write(corpus, model, Path(out_prefix), append_eos, workers)
+    target = Path(out_prefix)
+    with _staging(target) as stage:
+        if tokenizer is None:
+            texts = (document.text for document in corpus.read("tokenizer") if not document.valid)
+            model = Tokenizer(train_sentencepiece(texts, stage, vocab_size=vocab_size, model_type=model_type))
+        else:
+            model = Tokenizer(tokenizer)
+        if append_eos and model.eos_id < 0:
+            raise UsageError(
+                f"tokenizer {model.path} has no end of sequence: use --no-append-eos or another one"
+            )
+        read_bytes = _write(corpus, model, stage, append_eos, workers)
+        _publish(stage, target)
+    parts = [_part(Path(f"{target}.{name}"), model.vocab_size) for name in corpus.parts]
     return CorpusReport(
-        files=sum(documents),
+        files=sum(report.documents for report, _ in parts),
         bytes=read_bytes,
         skipped=tuple(corpus.skipped.items()),
-        tokenizer=model.path,
+        tokenizer=Path(tokenizer) if tokenizer is not None else Path(f"{target}.model"),
         vocab_size=model.vocab_size,
-        train=_report(Path(f"{out_prefix}.train"), documents[0], model),
-        valid=_report(Path(f"{out_prefix}.valid"), documents[1], model) if valid_fraction else None,
+        train=parts[0][0],
+        valid=parts[1][0] if len(parts) > 1 else None,
+        unigram_entropy=entropy(np.sum([counts for _, counts in parts], axis=0)),
         seconds=time.monotonic() - started,
     )
 
@@ -195,6 +210,10 @@ class _Corpus:
     progress: bool
     skipped: dict[Path, str] = field(default_factory=dict)
 
+    @property
+    def parts(self) -> list[str]:
+        return ["train", "valid"] if self.valid_fraction else ["train"]
+
     def read(self, label: str) -> Iterator[_Document]:
         for path in tqdm(self.files, desc=label, unit="file", disable=not self.progress, file=sys.stderr):
             try:
@@ -215,7 +234,7 @@ class _Corpus:
 
 
 def _check_arguments(
-    files: Sequence[Path], out_prefix: Path | str, valid_fraction: float, workers: int, max_bytes: int | None
+    files: Sequence[Path], valid_fraction: float, workers: int, max_bytes: int | None
 ) -> None:
     if not files:
         raise UsageError("the corpus has no files")
@@ -225,14 +244,33 @@ def _check_arguments(
         raise UsageError(f"workers must be at least 1, not {workers}")
     if max_bytes is not None and max_bytes < 1:
         raise UsageError(f"max bytes must be at least 1, not {max_bytes}")
-    if not valid_fraction:
-        valid = Path(f"{out_prefix}.valid")
-        stale = [str(path) for path in (bin_path(valid), idx_path(valid)) if path.exists()]
-        if stale:
-            raise UsageError(
-                f"{' and '.join(stale)} from an earlier run would stay beside training files that may hold "
-                "the same documents: remove them, or give another output"
-            )
+
+
+@contextmanager
+def _staging(target: Path) -> Iterator[Path]:
+    """A prefix in a hidden folder beside ``target``, gone afterwards with all that was not published from
+    it."""
+    with write_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        yield Path(folder) / target.name
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _publish(stage: Path, target: Path) -> None:
+    """Replaces the corpus at ``target``: its old token files go first and the new indices come last.
+
+    So a crash in between leaves a corpus without an index, which a reader refuses, and never parts of two.
+    """
+    with write_errors(target):
+        for name in ("train", "valid"):
+            idx_path(f"{target}.{name}").unlink(missing_ok=True)
+            bin_path(f"{target}.{name}").unlink(missing_ok=True)
+        for path in sorted(stage.parent.iterdir(), key=lambda path: path.suffix == ".idx"):
+            os.replace(path, target.parent / path.name)
+        fsync_directory(target.parent)
 
 
 def _subset(files: Sequence[Path], max_bytes: int, seed: int) -> list[Path]:
@@ -267,39 +305,42 @@ def _batches(documents: Iterable[_Document]) -> Iterator[list[_Document]]:
         yield batch
 
 
-def _write(
-    corpus: _Corpus, model: Tokenizer, out_prefix: Path, append_eos: bool, workers: int
-) -> tuple[int, tuple[int, int]]:
-    """Writes both parts; returns the bytes read and the documents of (train, valid)."""
-    names = ["train", "valid"] if corpus.valid_fraction else ["train"]
+def _write(corpus: _Corpus, model: Tokenizer, stage: Path, append_eos: bool, workers: int) -> int:
+    """Writes the parts at ``stage``; returns the bytes of text that went into them."""
     end = [model.eos_id] if append_eos else []
     read_bytes = 0
     with ExitStack() as stack:
         writers = [
-            stack.enter_context(IndexedWriter(f"{out_prefix}.{name}", vocab_size=model.vocab_size))
-            for name in names
+            stack.enter_context(IndexedWriter(f"{stage}.{name}", vocab_size=model.vocab_size))
+            for name in corpus.parts
         ]
-        tokens = [0, 0]
+        tokens = [0] * len(writers)
         for batch in _batches(corpus.read("encode")):
             encoded = model.encode_batch([document.text for document in batch], workers)
             for document, ids in zip(batch, encoded, strict=True):
                 writers[document.valid].add_document(ids + end)
                 tokens[document.valid] += len(ids)
                 read_bytes += document.bytes
-        documents = [writer.num_documents for writer in writers]
-        for name, count in zip(names, tokens, strict=False):
+        for name, count in zip(corpus.parts, tokens, strict=True):
             if not count:
                 raise UsageError(
-                    f"the {name} part has no text: {sum(documents)} documents were read, {len(corpus.skipped)} "
-                    f"files skipped, valid fraction {corpus.valid_fraction}; give more files or another "
-                    "fraction (0 writes no validation part)"
+                    f"the {name} part has no text: {sum(w.num_documents for w in writers)} documents were "
+                    f"read, {len(corpus.skipped)} files skipped, valid fraction {corpus.valid_fraction}; "
+                    "give more files or another fraction (0 writes no validation part)"
                 )
-    return read_bytes, (documents[0], documents[1] if len(documents) > 1 else 0)
+    return read_bytes
 
 
-def _report(prefix: Path, documents: int, model: Tokenizer) -> SplitReport:
+def _part(prefix: Path, vocab_size: int) -> tuple[SplitReport, npt.NDArray[np.int64]]:
+    """The report of a written part, and its token counts."""
     dataset = IndexedDataset(prefix)
-    return SplitReport(prefix, documents, dataset.num_tokens, unigram_entropy(dataset, model.vocab_size))
+    counts = token_counts(dataset, vocab_size)
+    return SplitReport(prefix, dataset.num_documents, dataset.num_tokens, entropy(counts)), counts
+
+
+def _printable(path: Path) -> str:
+    """``path`` with what is no Unicode spelled out, so that printing it cannot fail."""
+    return str(path).encode("utf-8", "backslashreplace").decode()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -310,6 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             find_files(arguments.input, arguments.glob),
             arguments.output,
             tokenizer=arguments.tokenizer,
+            train_tokenizer=arguments.train_tokenizer,
             vocab_size=arguments.vocab_size,
             model_type=arguments.model_type,
             valid_fraction=arguments.valid_fraction,
@@ -339,62 +381,28 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         required=True,
         metavar="PATH",
-        help="text files, or folders searched for --glob",
+        help="text files, or folders to search",
     )
     add("--glob", default="*.txt", help="which files of a folder to take (default: %(default)s)")
     add("--output", type=Path, required=True, metavar="PREFIX", help="prefix of the files to write")
-    source = parser.add_mutually_exclusive_group()
+    source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--tokenizer", type=Path, metavar="MODEL", help="sentencepiece model to use")
-    source.add_argument(
-        "--train-tokenizer",
-        action="store_true",
-        help="train PREFIX.tokenizer.model on the training part (the default without --tokenizer)",
-    )
-    add(
-        "--vocab-size",
-        type=int,
-        default=4096,
-        metavar="N",
-        help="ids of a trained tokenizer (default: %(default)s)",
-    )
-    add(
-        "--model-type",
-        choices=["bpe", "unigram"],
-        default="bpe",
-        help="kind of a trained tokenizer (default: %(default)s)",
-    )
-    add(
-        "--valid-fraction",
-        type=float,
-        default=0.02,
-        metavar="F",
-        help="share of the documents held out, 0 to 1 (default: %(default)s)",
-    )
-    add(
-        "--append-eos",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="end each document with the end-of-sequence token (default: yes)",
-    )
-    add(
-        "--max-bytes",
-        type=int,
-        metavar="N",
-        help="take a subset of the files of at most N bytes (default: all)",
-    )
-    add(
-        "--seed",
-        type=int,
-        default=1234,
-        help="chooses the held-out documents and the subset (default: %(default)s)",
-    )
-    add(
-        "--workers",
-        type=int,
-        default=os.cpu_count() or 1,
-        metavar="N",
-        help="encoding threads (default: the cores, %(default)s)",
-    )
+    help = "make PREFIX.model from the training part"
+    source.add_argument("--train-tokenizer", action="store_true", help=help)
+    help = "ids of a trained tokenizer (default: %(default)s)"
+    add("--vocab-size", type=int, default=4096, metavar="N", help=help)
+    help = "kind of a trained tokenizer (default: %(default)s)"
+    add("--model-type", choices=["bpe", "unigram"], default="bpe", help=help)
+    help = "share of the documents held out, 0 to 1 (default: %(default)s)"
+    add("--valid-fraction", type=float, default=0.02, metavar="F", help=help)
+    help = "end each document with the end-of-sequence token (default: yes)"
+    add("--append-eos", action=argparse.BooleanOptionalAction, default=True, help=help)
+    help = "take a subset of the files of at most N bytes (default: all)"
+    add("--max-bytes", type=int, metavar="N", help=help)
+    help = "chooses the held-out documents and the subset (default: %(default)s)"
+    add("--seed", type=int, default=1234, help=help)
+    help = "encoding threads (default: one per core, %(default)s)"
+    add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help=help)
     add("--traceback", action="store_true", help="show where an error came from")
     return parser
 

@@ -55,8 +55,7 @@ def load_for_inference(path: Path) -> tuple[Assembly, int]:
     saved["contract"] = {}
     assembly = assemble(Config.from_dict(saved))
     items = assembly.logical_tensors()
-    for roles in (PARAMETERS, SCALES):
-        load_into(checkpoint, [item for item in items if item.role in roles])
+    load_into(checkpoint, [item for item in items if item.role in (*PARAMETERS, *SCALES)])
     assembly.timeline.load_state(checkpoint.meta["contract"]["timeline"])
     assembly.rebuild_caches()
     return assembly, checkpoint.step

@@ -12,7 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpoint import Checkpoint, GroupCommunicator, SingleProcess, find_resumable, open_checkpoint, resolve, save_checkpoint
+from checkpoint import (
+    Checkpoint,
+    GroupCommunicator,
+    SingleProcess,
+    find_resumable,
+    open_checkpoint,
+    resolve,
+    save_checkpoint,
+    scan,
+)
 from checkpoint.comm import Communicator
 from checkpoint.resume import contract_meta, restore, saved_state
 from pipeline.plan import Plan
@@ -25,6 +34,7 @@ from qeffect_lm.data.loader import StepBatch, StepLoader, sequential_batches
 from qeffect_lm.data.tokenizer import Tokenizer
 from qeffect_lm.errors import UsageError
 from qeffect_lm.parallel.mesh import Mesh
+from qeffect_lm.parallel.peers import naming
 from qeffect_lm.runtime.launch import LaunchEnv, StopSignals, check_world, init_process_group, shared_folder_check
 from qeffect_lm.runtime.loop import Outcome, Parts, train
 from qeffect_lm.runtime.metrics import MetricsWriter, StepMetrics
@@ -202,16 +212,17 @@ def _drive(run: Run, checkpoint: Checkpoint | None, stack: ExitStack, say: Calla
         evaluate=run.evaluate,
         save=run.save,
         epoch=run.epoch,
-        stop=_stopper(config, signals, run.env.world),
+        stop=_stopper(config, signals, run.env),
         report=lambda metrics: [sink(metrics) for sink in sinks] and None,
     )
     return train(config, parts, run.start, run.tokens)
 
 
-def _stopper(config: Config, signals: StopSignals, world: int) -> Callable[[], str | None]:
+def _stopper(config: Config, signals: StopSignals, env: LaunchEnv) -> Callable[[], str | None]:
     """Why to stop, agreed by all ranks: a signal to any of them, or the time limit of any of them."""
     began = time.monotonic()
     limit = config.train.max_minutes
+    others = [rank for rank in range(env.world) if rank != env.rank]
     reasons = {1: f"train.max_minutes ({limit:g}) is over" if limit else "", 2: "SIGTERM", 3: "SIGUSR1"}
 
     def stop() -> str | None:
@@ -220,9 +231,10 @@ def _stopper(config: Config, signals: StopSignals, world: int) -> Callable[[], s
             code = 1
         if signals.requested is not None:
             code = 3 if signals.requested == "SIGUSR1" else 2
-        if world > 1:
+        if env.world > 1:
             agreed = torch.tensor(code)
-            dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+            with naming(others, "the agreement on going on"):
+                dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
             code = int(agreed)
         return reasons[code] if code else None
 
@@ -270,8 +282,8 @@ def held_out_batch(config: Config) -> StepBatch | None:
     if config.data.valid is None:
         return None
     dataset = open_dataset(config.data.valid, "data.valid")
-    count = config.train.eval_microbatches
-    batch = sequential_batches(dataset, config.data.seq_len, config.data.microbatch_size, count)
+    windows = config.train.eval_microbatches * config.data.microbatch_size
+    batch = sequential_batches(dataset, config.data.seq_len, config.data.microbatch_size, windows)
     check_tokens(batch, config.model.vocab_size)
     return batch
 
@@ -313,13 +325,25 @@ def _choose(config: Config) -> Path | None:
     folder = config.checkpoint_dir()
     resume = config.checkpoint.resume
     if resume not in ("auto", "never"):
-        return resolve(Path(resume))
+        chosen = resolve(Path(resume))
+        _refuse_overwriting(config, open_checkpoint(chosen).step)
+        return chosen
     found = find_resumable(folder)
     if resume == "never" and found is not None:
         raise UsageError(
             f"checkpoint.resume=never, but {folder} holds {found.name}: choose another run.dir, remove it, or resume"
         )
     return found
+
+
+def _refuse_overwriting(config: Config, step: int) -> None:
+    """Going on from ``step`` would meet later checkpoints of the same folder, which are never overwritten."""
+    later = [found for found in scan(config.checkpoint_dir()) if found.step > step]
+    if later and config.train.steps > step:
+        raise UsageError(
+            f"checkpoint.resume asks for step {step}, but {config.checkpoint_dir()} holds {later[-1].path.name} already: set "
+            "another run.dir (or checkpoint.dir) for the branch, or move the later checkpoints away"
+        )
 
 
 def _check_config(config: Config, checkpoint: Checkpoint, env: LaunchEnv, say: Callable[[str], None]) -> None:

@@ -176,17 +176,18 @@ def sequential_batches(
 ) -> StepBatch:
     """``count`` microbatches for evaluation, the same at each call: inputs [count, microbatch_size, seq_len].
 
-    Their ``M = count * microbatch_size`` windows share no target and are spread evenly over the dataset's N: window
-    ``floor(i * N / M)`` for i = 0, 1, ... Where N is smaller than M, as many whole microbatches as N fills. Raises
-    UsageError for sizes that are not positive and for a dataset too small for one microbatch.
+    Their ``M = count * microbatch_size`` windows share no target and are spread evenly over the dataset's N:
+    window ``floor(i * N / M)`` for i = 0, 1, ... Where N is smaller than M, as many whole microbatches as N
+    fills. Raises UsageError for sizes that are not positive and for a dataset too small for one microbatch.
     """
     _check_positive(microbatch_size=microbatch_size, count=count)
     available = num_windows(dataset, seq_len)
     count = min(count, available // microbatch_size)
     if count == 0:
         raise UsageError(
-            f"dataset {dataset.prefix} has {dataset.num_tokens} tokens, {available} windows of seq_len {seq_len}, "
-            f"too few for one microbatch of {microbatch_size}: use more text, a smaller seq_len or microbatch_size"
+            f"dataset {dataset.prefix} has {dataset.num_tokens} tokens, {available} windows of seq_len "
+            f"{seq_len}, too few for one microbatch of {microbatch_size}: use more text, a smaller seq_len "
+            "or a smaller microbatch_size"
         )
     places = np.arange(count * microbatch_size, dtype=np.int64)
     numbers = (places * available // len(places)).reshape(count, microbatch_size)

@@ -35,7 +35,8 @@ def entropy(counts: npt.NDArray[np.int64]) -> float:
 
 
 def unigram_entropy(dataset: IndexedDataset, vocab: int) -> float:
-    """Empirical entropy of the token distribution, in nats per token: the loss of the best model without context.
+    """Empirical entropy of the token distribution, in nats per token: the loss of the best model without
+    context.
 
     Raises UsageError when an id is outside ``[0, vocab)``.
     """

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -214,7 +215,7 @@ def _check_unicode(text: str) -> None:
 
 
 def _chunks(text: str) -> Iterator[str]:
-    """Cuts ``text`` into pieces of at most 1000 characters, before a newline where there is one.
+    """Cuts ``text`` into pieces of at most 1000 characters, before a run of newlines where there is one.
 
     Before and not after: the trainer drops newlines at the end of a sentence, and keeps those at its start.
     """
@@ -222,8 +223,11 @@ def _chunks(text: str) -> Iterator[str]:
     while start < len(text):
         end = start + _CHUNK_CHARACTERS
         if end < len(text):
-            newline = text.rfind("\n", start + 1, end)
-            end = newline if newline > 0 else end
+            cut = text.rfind("\n", start + 1, end)
+            while cut > start + 1 and text[cut - 1] == "\n":
+                cut -= 1
+            if cut > start and text[start:cut].strip("\n"):
+                end = cut
         yield text[start:end]
         start = end
 
@@ -257,8 +261,9 @@ def _train(sample: list[bytes], settings: dict[str, Any]) -> bytes:
             sentence_iterator=iter(sample), model_writer=model, minloglevel=2, **settings
         )
     except (RuntimeError, ValueError, OSError) as error:
+        reason = re.sub(r"^\w+: .*\] ", "", str(error))  # without the source line and the failed condition
         raise UsageError(
-            f"sentencepiece cannot train a vocabulary of {settings['vocab_size']} on this corpus: {error}; "
-            "use another vocabulary size or more text"
+            f"sentencepiece cannot train a vocabulary of {settings['vocab_size']} on this corpus: "
+            f"{reason.rstrip('.')}; use another vocabulary size or more text"
         ) from error
     return model.getvalue()

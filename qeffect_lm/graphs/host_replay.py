@@ -28,7 +28,7 @@ _FORBIDDEN_TAGS = {
     torch.Tag.data_dependent_output: "reads a tensor's value on the host",
 }
 # They read a tensor on the host without dispatching any operation.
-_HOST_READS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy})
+_HOST_READS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
 # They define a storage and compute nothing; a replay keeps the recorded one.
 _ALLOCATIONS = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"})
 
@@ -92,7 +92,8 @@ def _waiting(op: Any) -> Callable[..., Any]:
 
 
 class _HostReads(TorchFunctionMode):
-    """Refuses the reads that the dispatcher never sees."""
+    """Refuses the reads that the dispatcher never sees (except in an autograd node's backward, where torch suspends
+    such modes)."""
 
     def __init__(self, label: str) -> None:
         super().__init__()

@@ -35,6 +35,7 @@ class LaunchEnv:
     """This process's place: ``rank`` of ``world``, ``local_rank`` on its machine, where rank 0 listens.
 
     ``launcher`` is ``torchrun``, ``slurm`` or ``single``; ``restart_count`` counts earlier attempts.
+    ``agent_store`` says that torchrun's agent, not rank 0, hosts the rendezvous store.
     """
 
     rank: int = 0
@@ -44,6 +45,7 @@ class LaunchEnv:
     master_port: int = 0
     restart_count: int = 0
     launcher: str = "single"
+    agent_store: bool = False
 
     @staticmethod
     def from_mapping(environ: Mapping[str, str]) -> LaunchEnv:
@@ -85,6 +87,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> LaunchEnv:
         master_port=_integer(environ, "MASTER_PORT"),
         restart_count=_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
         launcher="torchrun",
+        agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
@@ -253,14 +256,13 @@ def init_process_group(env: LaunchEnv, backend: str = "gloo", timeout: float = 3
         return False
     import torch.distributed as dist
 
+    wait = timedelta(seconds=timeout)
     try:
-        dist.init_process_group(
-            backend,
-            init_method=f"tcp://{_bracketed(env.master_addr)}:{env.master_port}",
-            rank=env.rank,
-            world_size=env.world,
-            timeout=timedelta(seconds=timeout),
-        )
+        hosts = env.rank == 0 and not env.agent_store
+        store = dist.TCPStore(env.master_addr, env.master_port, env.world, hosts, wait, multi_tenant=True)
+        # An agent's store outlives a restart: without a prefix the addresses of killed ranks would be found in it.
+        attempt = dist.PrefixStore(f"qeffect/attempt_{env.restart_count}", store)
+        dist.init_process_group(backend, store=attempt, rank=env.rank, world_size=env.world, timeout=wait)
     except (RuntimeError, ValueError) as error:  # torch's DistStoreError, DistNetworkError and friends
         hint = ""
         if env.launcher == "slurm":
@@ -270,10 +272,6 @@ def init_process_group(env: LaunchEnv, backend: str = "gloo", timeout: float = 3
             f"within {timeout:g} s (launch.timeout_seconds): {str(error).splitlines()[0]}.{hint}"
         ) from error
     return True
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address and not address.startswith("[") else address
 
 
 class _HasPlace(Protocol):

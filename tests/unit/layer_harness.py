@@ -13,6 +13,7 @@ is done here for one module. Main gradients start at 7.0, so that what a first w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -195,3 +196,35 @@ class Harness:
 
 def _weight_of(linear: SplitLinear):
     return lambda: linear.weight.detach()
+
+
+def plain_attention(
+    x: torch.Tensor,
+    qkv: torch.Tensor,
+    out: torch.Tensor,
+    rows: tuple[Sequence[int], Sequence[int], Sequence[int]],
+    head_dim: int,
+    theta: float,
+) -> torch.Tensor:
+    """Causal attention with RoPE, one head at a time, with softmax and rotation written out.
+
+    ``rows`` says, per query head, which group of ``head_dim`` rows of ``qkv`` is its q, its k and its v.
+    """
+    sequence = x.shape[1]
+    frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    turn = torch.exp(1j * torch.arange(sequence, dtype=torch.float64)[:, None] * frequency)
+    future = torch.ones(sequence, sequence, dtype=torch.bool).triu(1)
+
+    def project(row: int) -> torch.Tensor:
+        return x @ qkv[row * head_dim : (row + 1) * head_dim].t()
+
+    def rope(y: torch.Tensor) -> torch.Tensor:
+        z = torch.complex(*y.chunk(2, dim=-1)) * turn
+        return torch.cat([z.real, z.imag], dim=-1)
+
+    heads = []
+    for q_row, k_row, v_row in zip(*rows, strict=True):
+        q, k, v = rope(project(q_row)), rope(project(k_row)), project(v_row)
+        scores = (q @ k.transpose(1, 2)) / math.sqrt(head_dim)
+        heads.append(torch.softmax(scores.masked_fill(future, -torch.inf), dim=-1) @ v)
+    return torch.cat(heads, dim=-1) @ out.t()

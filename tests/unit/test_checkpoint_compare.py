@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from checkpoint import SingleProcess, compare, open_checkpoint, rewrite_checkpoint, save_checkpoint
 from checkpoint.compare import MetaDifference
+from checkpoint.shards import DTYPE_TAGS, torch_dtype
 from qeffect_lm.state import LogicalTensor, Role
 from tests.checkpoint_support import on_ranks, whole
 from tools.diff import main
@@ -69,6 +70,21 @@ def test_differences_are_of_bits(tmp_path: Path, a: float, b: float, max_abs: fl
     assert repr(found.max_abs) == repr(max_abs) and found.values is not None
     assert list(map(repr, found.values)) == [repr(a), repr(b)]
     assert compare(one, one).same
+
+
+@pytest.mark.parametrize("name", DTYPE_TAGS)
+def test_every_dtype_can_be_compared(tmp_path: Path, name: str) -> None:
+    """Also those for which torch has no arithmetic of its own."""
+    dtype = torch_dtype(name)
+    low, high = torch.ones(3, 4).to(dtype), torch.ones(3, 4)
+    high[2, 1] = 0 if name == "bool" else 2
+    a, b = (
+        open_checkpoint(save_checkpoint(tmp_path / n, 1, [whole("w", t)], {}, SingleProcess(), {}))
+        for n, t in (("a", low), ("b", high.to(dtype)))
+    )
+    assert compare(a, a).same
+    (found,) = compare(a, b).different
+    assert (found.first, found.elements, found.max_abs, found.dtype) == ((2, 1), 1, 1.0, name)
 
 
 def test_equal_nan_patterns_are_equal_and_payloads_count(tmp_path: Path) -> None:
