@@ -6,9 +6,9 @@ by its global stage number 0 … num_chunks − 1 (a rank may hold several); it 
 it.
 
 Text form: ``<chunk><kind><microbatch>``, as torch.distributed.pipelining writes it: ``2F0``, ``2I0``,
-``2W0``, ``2SEND_F0``. The actions at a step's end belong to a rank, not to a chunk, and are written bare: ``REDUCE``, ``STEP``,
-``COMMIT``. In window ``microbatch`` a commit belongs to one F or I of one microbatch: ``2COMMIT_F0``,
-``2COMMIT_I0``. A CSV of a plan has one row per rank.
+``2W0``, ``2SEND_F0``. The actions at a step's end belong to a rank, not to a chunk, and are written bare:
+``REDUCE``, ``STEP``, ``COMMIT``. In window ``microbatch`` a commit belongs to one F or I of one microbatch:
+``2COMMIT_F0``, ``2COMMIT_I0``. A CSV of a plan has one row per rank.
 """
 
 from __future__ import annotations

@@ -115,21 +115,13 @@ def _post_earlier(rows: list[list[Action]], placement: Placement) -> None:
     """Move receives forward, in place, until no send waits in a cycle.
 
     When every rank is stuck and the data dependencies have no cycle, at least one is stuck in a send whose
-    receive its peer has not posted yet. Posting it where the peer stands now (with those before it in the
-    queue) lets the send go.
+    receive its peer has not posted yet, the next of its queue. Posting it where the peer stands now lets the
+    send go.
     """
     machine = Rendezvous(rows, placement, lowered=True)
     while not machine.run():
         obstacles = [machine.obstacle(rank) for rank in range(len(rows))]
         stuck = next(one for one in obstacles if one is not None and one.action.kind in SENDS)
-        queue, peer = queue_of(stuck.action, placement), rows[stuck.other]
-        now = machine.position[stuck.other]
-        target = peer.index(stuck.needed, now)
-        early = [one for one in peer[now : target + 1] if _on_queue(one, queue, placement)]
-        later = [one for one in peer[now : target + 1] if not _on_queue(one, queue, placement)]
-        peer[now : target + 1] = early + later
-
-
-def _on_queue(action: Action, queue: Queue, placement: Placement) -> bool:
-    """True for the receives (and on the peer's side only those) of a queue."""
-    return action.kind in (Kind.RECV_F, Kind.RECV_B) and queue_of(action, placement) == queue
+        peer = rows[stuck.other]
+        peer.remove(stuck.needed)
+        peer.insert(machine.position[stuck.other], stuck.needed)

@@ -107,6 +107,7 @@ def make_corpus(folder: Path, megabytes: float) -> float:
     report = preprocess_corpus(
         files,
         folder / "corpus" / "stdlib",
+        train_tokenizer=True,
         vocab_size=4096,
         valid_fraction=0.02,
         append_eos=True,

@@ -39,7 +39,7 @@ class Slot(NamedTuple):
 
     kind: str
     chunk: int
-    index: int
+    index: int  # type: ignore[assignment]
 
     @property
     def name(self) -> str:

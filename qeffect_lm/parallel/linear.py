@@ -6,9 +6,9 @@ et al. 2019, "Megatron-LM"). With ``t`` the rank's place on the tp axis:
     column:  y_t = x @ w[rows_t].T + b[rows_t]        dx = sum over t of dy_t @ w[rows_t]     (reduced in I)
     row:     y   = sum over t of x_t @ w[:, cols_t].T + b      dx_t = dy @ w[:, cols_t]       (reduced in F)
 
-W needs no communication: each rank finishes the gradient of its own piece. Under FP8 a layer's three roles are
-logical, one scale each for all pieces, so that every piece is quantised as the whole would be: the open amax
-slots are max-reduced over tp before the commit that makes the scales.
+W needs no communication: each rank finishes the gradient of its own piece. Under FP8 a layer's three roles
+are logical, one scale each for all pieces, so that every piece is quantised as the whole would be: the open
+amax slots are max-reduced over tp before the commit that makes the scales.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from qeffect_lm.state import LogicalTensor, Role
 
 @dataclass(frozen=True)
 class Cut:
-    """Which piece of a logical parameter a rank holds, in :class:`~qeffect_lm.state.LogicalTensor`'s terms."""
+    """Which piece of a logical parameter a rank holds, in :class:`~qeffect_lm.state.LogicalTensor`'s
+    terms."""
 
     axes: tuple[str | None, ...]
     global_shape: tuple[int, ...]

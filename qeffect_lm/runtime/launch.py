@@ -260,7 +260,7 @@ def init_process_group(env: LaunchEnv, backend: str = "gloo", timeout: float = 3
     try:
         hosts = env.rank == 0 and not env.agent_store
         store = dist.TCPStore(env.master_addr, env.master_port, env.world, hosts, wait, multi_tenant=True)
-        # An agent's store outlives a restart: without a prefix the addresses of killed ranks would be found in it.
+        # An agent's store outlives a restart: without a prefix, killed ranks' addresses would be found there.
         attempt = dist.PrefixStore(f"qeffect/attempt_{env.restart_count}", store)
         dist.init_process_group(backend, store=attempt, rank=env.rank, world_size=env.world, timeout=wait)
     except (RuntimeError, ValueError) as error:  # torch's DistStoreError, DistNetworkError and friends

@@ -4,8 +4,8 @@
     results = ranks.step(0, batch(0))             # one StepResult per rank; the first error is raised
 
 A message is one copy from the sender's live buffer into the receiver's, made when both sides have posted it
-(``early``) or when the receiver waits for it (``late``); a sender's wait returns after the copy. So a buffer that
-is written before its send completed, or read before its receive did, shows in the numbers.
+(``early``) or when the receiver waits for it (``late``); a sender's wait returns after the copy. So a buffer
+that is written before its send completed, or read before its receive did, shows in the numbers.
 """
 
 from __future__ import annotations
@@ -105,10 +105,14 @@ class FakeTransport:
         self.wire, self.rank = wire, rank
         self.pending: list[FakePending] = []
 
-    def send(self, tensor: torch.Tensor, peer: int, direction: str, chunk: int, microbatch: int) -> FakePending:
+    def send(
+        self, tensor: torch.Tensor, peer: int, direction: str, chunk: int, microbatch: int
+    ) -> FakePending:
         return self._post("send", (self.rank, peer, direction, chunk, microbatch), source=tensor)
 
-    def receive(self, tensor: torch.Tensor, peer: int, direction: str, chunk: int, microbatch: int) -> FakePending:
+    def receive(
+        self, tensor: torch.Tensor, peer: int, direction: str, chunk: int, microbatch: int
+    ) -> FakePending:
         return self._post("receive", (peer, self.rank, direction, chunk, microbatch), target=tensor)
 
     def _post(self, side: str, key: tuple, **buffer: torch.Tensor) -> FakePending:

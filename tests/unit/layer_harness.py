@@ -7,14 +7,15 @@
         harness.forward(a); harness.input_grad(a); harness.weight_grad(a)
     a.out, a.dx, harness.grads["linear.weight"]
 
-The three pieces of work are :class:`pipeline.stage.Stage`'s own; what assembly does (main gradients, weight cache, timeline)
-is done here for one module. Main gradients start at 7.0, so that what a first writer leaves behind shows (case G1).
+The three pieces of work are :class:`pipeline.stage.Stage`'s own; what assembly does (main gradients, weight
+cache, timeline) is done here for one module. Main gradients start at 7.0, so that what a first writer leaves
+behind shows (case G1).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -41,6 +42,30 @@ def random(*shape: int, seed: int, dtype: torch.dtype = torch.float64, scale: fl
     """Normal values of a seed, drawn in float64."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+
+
+# Allowed error relative to the largest value: a few roundings of bfloat16, some hundred of the wide types.
+BOUND = {torch.float64: 200 * 2.0**-53, torch.float32: 200 * 2.0**-24, torch.bfloat16: 4 * 2.0**-8}
+
+
+def close(
+    got: torch.Tensor, want: torch.Tensor, factor: float = 1.0, dtype: torch.dtype | None = None
+) -> None:
+    """``got`` is within ``factor`` times the bound of its dtype (or of ``dtype``) of ``want``."""
+    size = max(1.0, want.abs().max().item())
+    error = (got.double() - want.double()).abs().max().item()
+    assert got.shape == want.shape and error <= factor * BOUND[dtype or got.dtype] * size, (error, size)
+
+
+def pairs(count: int, x_shape: Sequence[int], dy_shape: Sequence[int], dtype: torch.dtype, seed: int = 100):
+    """Random (x, dy) of ``count`` microbatches."""
+    return [
+        (
+            random(*x_shape, seed=seed + 2 * i, dtype=dtype),
+            random(*dy_shape, seed=seed + 2 * i + 1, dtype=dtype),
+        )
+        for i in range(count)
+    ]
 
 
 @dataclass
@@ -74,10 +99,15 @@ class Harness:
         last: its output is the 0-dim loss.
     """
 
-    def __init__(self, module: nn.Module, *, first: bool = False, last: bool = False, history: int = 3) -> None:
+    def __init__(
+        self, module: nn.Module, *, first: bool = False, last: bool = False, history: int = 3
+    ) -> None:
         self.module = module
         self.parameters = dict(named_parameters(module))
-        wide = {n: torch.float64 if p.dtype is torch.float64 else torch.float32 for n, p in self.parameters.items()}
+        wide = {
+            n: torch.float64 if p.dtype is torch.float64 else torch.float32
+            for n, p in self.parameters.items()
+        }
         trainable = {n: p for n, p in self.parameters.items() if p.requires_grad}
         self.grads = {n: torch.full_like(p, SEEDED, dtype=wide[n]) for n, p in trainable.items()}
         for layer in direct_layers(module):
@@ -88,7 +118,9 @@ class Harness:
         for linear in linears:
             if isinstance(linear.recipe, DelayedScaling):
                 linear.recipe.bind(self.timeline)
-        self.cache = WeightCache({m.weight_name: (m.name, m.recipe, _weight_of(m)) for m in linears if m.recipe})
+        self.cache = WeightCache(
+            {m.weight_name: (m.name, m.recipe, _weight_of(m)) for m in linears if m.recipe}
+        )
         for linear in linears:
             linear.cached = self.cache.cached[linear.weight_name]
         self.ledger = Ledger(
@@ -153,7 +185,7 @@ class Harness:
         context.border = (slot.x, slot.dy)
         return Microbatch(number, slot, 1)
 
-    # ---- the step and its actions ------------------------------------------------------------------------------
+    # ---- the step and its actions --------------------------------------------------------------------------
 
     @contextmanager
     def step(self, number: int = 0) -> Iterator[None]:
@@ -162,6 +194,15 @@ class Harness:
         self.ledger.begin_step(number)
         yield
         self.ledger.end_step()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """A step whose actions are captured, not accounted for."""
+        self._forwarded = 0
+        self.ledger.begin_step(-1)
+        with self.ledger.recording():
+            yield
+        self.ledger.abandon_step()
 
     def forward(self, m: Microbatch) -> torch.Tensor:
         m.beta = 0 if self._forwarded == 0 else 1
@@ -196,6 +237,33 @@ class Harness:
 
 def _weight_of(linear: SplitLinear):
     return lambda: linear.weight.detach()
+
+
+def check(
+    harness: Harness,
+    reference: Callable[[dict[str, torch.Tensor], torch.Tensor], torch.Tensor],
+    batches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    factor: float = 1.0,
+) -> None:
+    """F, I and W of some microbatches equal float64 autograd of ``reference(parameters, x)``, gradients
+    summed over microbatches."""
+    wide = {n: p.detach().double().requires_grad_(n in harness.grads) for n, p in harness.parameters.items()}
+    microbatches = [harness.microbatch(number, x, dy) for number, (x, dy) in enumerate(batches)]
+    harness.run(microbatches)
+    total = []
+    for m, (x, dy) in zip(microbatches, batches, strict=True):
+        leaf = x.double().requires_grad_()
+        out = reference(wide, leaf)
+        total.append((out * dy.double()).sum())
+        close(m.out, out.detach(), factor)
+        (dx,) = torch.autograd.grad(total[-1], leaf, retain_graph=True)
+        close(m.dx, dx, factor)
+    names = list(harness.grads)
+    leaves = [wide[name] for name in names]
+    grads = torch.autograd.grad(sum(total), leaves, allow_unused=True) if leaves else ()
+    for name, grad in zip(names, grads, strict=True):
+        want = torch.zeros_like(wide[name]) if grad is None else grad
+        close(harness.grads[name], want, factor, harness.parameters[name].dtype)
 
 
 def plain_attention(

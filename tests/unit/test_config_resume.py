@@ -49,7 +49,7 @@ def test_no_change(saved: dict[str, Any]) -> None:
         ("train", "steps", 21, "warn"),
         ("model", "ffn_size", 256, "refuse"),
         ("run", "seed", 4, "refuse"),
-        ("pipeline", "stage_layers", [2, 2], "refuse"),
+        ("pipeline", "stage_layers", [2, 2], "warn"),
         ("precision", "dtype", "bfloat16", "refuse"),
     ],
 )

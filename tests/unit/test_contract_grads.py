@@ -37,7 +37,9 @@ def fails(call, *args, message: str) -> GradSlotError:
 
 @pytest.mark.parametrize("how", ["eager", "replay"])
 def test_the_first_writer_of_a_step_overwrites_and_later_ones_add(how):
-    """G1: beta 0 first (what the previous step left is gone), beta 1 after; the next step begins with beta 0 again."""
+    """G1: beta 0 first (what the previous step left is gone), beta 1 after; the next step begins with beta 0
+    again.
+    """
     grads = slots()
     for _ in range(2):
         error = fails(write, grads, how, "a.weight", 1, 3, message="add to the previous step's gradient")
@@ -45,7 +47,15 @@ def test_the_first_writer_of_a_step_overwrites_and_later_ones_add(how):
         write(grads, how, "a.weight", 0)
         for _ in range(2):
             write(grads, how, "a.weight", 1)
-        error = fails(write, grads, how, "a.weight", 0, 4, message="writer 4 of 'a.weight' has beta 0: it would overwrite")
+        error = fails(
+            write,
+            grads,
+            how,
+            "a.weight",
+            0,
+            4,
+            message="writer 4 of 'a.weight' has beta 0: it would overwrite",
+        )
         assert error.place == {"layer": "a.weight", "microbatch": 4, "beta": 0, "writers": 3}
         grads.begin_step()
 
@@ -63,10 +73,12 @@ def test_eager_and_replayed_writers_count_together(first, then):
 
 
 def test_graphs_that_share_a_slot_count_together():
-    """Two graphs over different sets of parameters that overlap: the second may not overwrite the common one."""
+    """Two graphs over sets of parameters that overlap: the second may not overwrite the common one."""
     grads = slots()
     grads.write_group(("a.weight", "b.weight"), 0)
-    error = fails(grads.write_group, ("c.weight", "b.weight"), 0, 5, message="'b.weight' has beta 0: it would overwrite")
+    error = fails(
+        grads.write_group, ("c.weight", "b.weight"), 0, 5, message="'b.weight' has beta 0: it would overwrite"
+    )
     assert error.place == {"layer": "b.weight", "microbatch": 5, "beta": 0, "writers": 1}
     fails(grads.write_group, ("b.weight", "c.weight"), 1, message="'c.weight' has beta 1")
 
@@ -84,7 +96,11 @@ def test_a_graph_that_writes_a_slot_twice():
 
 def test_an_undeclared_slot():
     grads = slots()
-    for call in (lambda: grads.write("d", 0), lambda: grads.write_group(("a.weight", "d"), 0), lambda: grads.report_empty("d")):
+    for call in (
+        lambda: grads.write("d", 0),
+        lambda: grads.write_group(("a.weight", "d"), 0),
+        lambda: grads.report_empty("d"),
+    ):
         assert fails(call, message="no gradient slot was declared for 'd'").place["layer"] == "d"
     grads.write_group((), 0)  # a graph without gradients
     grads.write_group((), 1)
@@ -103,7 +119,9 @@ def test_the_optimizer_waits_for_every_contribution(count):
 
 
 def test_a_producer_without_work_reports_empty():
-    """An idle expert: EMPTY counts as a contribution; a slot with only EMPTYs is zeroed, others keep what was written."""
+    """An idle expert: EMPTY counts as a contribution; a slot with only EMPTYs is zeroed, others keep what was
+    written.
+    """
     grads = slots()
     grads.report_empty("a.weight")
     grads.write("a.weight", 0)
@@ -131,7 +149,9 @@ writes = st.one_of(
 @settings(max_examples=200)
 @given(st.lists(writes, min_size=3, max_size=25))
 def test_random_writers(script):
-    """Any mixture of eager and replayed writers: refused exactly when a beta does not fit, by counting one by one."""
+    """Any mixture of eager and replayed writers: refused exactly when a beta does not fit, by counting one by
+    one.
+    """
     grads = slots()
     count, empties = dict.fromkeys(NAMES, 0), 0
     for one in script:

@@ -29,7 +29,9 @@ def table(step: int = 3) -> LeaseTable:
     return leases
 
 
-def forward(leases: LeaseTable, microbatch: int = 0, i_slot: Slot = I0, w_slot: Slot = W0, layers=LAYERS) -> None:
+def forward(
+    leases: LeaseTable, microbatch: int = 0, i_slot: Slot = I0, w_slot: Slot = W0, layers=LAYERS
+) -> None:
     """F of a microbatch of chunk 0, as an eager action makes it."""
     leases.open(0, microbatch, i_slot, w_slot)
     for layer in layers:
@@ -57,7 +59,7 @@ def fails(error: type[LeaseError], call, *args, message: str = "", **place) -> L
     return caught.value
 
 
-# ---- each illegal move is its own error ------------------------------------------------------------------------
+# ---- each illegal move is its own error --------------------------------------------------------------------
 
 
 def test_the_life_of_a_lease():
@@ -87,7 +89,9 @@ def test_the_life_of_a_lease():
     ],
 )
 def test_illegal_moves(before, kind, error, message, how):
-    """L4, L5: W before I; W twice; I twice, also after W; I and W of a microbatch never forwarded: each its own error."""
+    """L4, L5: W before I; W twice; I twice, also after W; I and W of a microbatch never forwarded: each its
+    own error.
+    """
     leases = table(step=7)
     for done in before:
         if done == "F":
@@ -129,19 +133,35 @@ def test_a_microbatch_goes_forward_once(before):
         forward(leases)
         for done in before[1:]:
             move(leases, done)
-    fails(LeaseRetainedError, leases.open, 0, 0, I1, W1, message="already went forward", microbatch=0, layer="*")
+    fails(
+        LeaseRetainedError, leases.open, 0, 0, I1, W1, message="already went forward", microbatch=0, layer="*"
+    )
 
 
 @pytest.mark.parametrize(
-    ("slots", "done", "claimed"), [((I0, W1), "F", I0), ((I1, W0), "F", W0), ((I1, W0), "FI", W0), ((I0, W0), "FI", W0)]
+    ("slots", "done", "claimed"),
+    [((I0, W1), "F", I0), ((I1, W0), "F", W0), ((I1, W0), "FI", W0), ((I0, W0), "FI", W0)],
 )
 def test_a_retained_slot_is_not_given_away(slots, done, claimed):
-    """A slot is claimed while another microbatch retains it: the error names holder and generation, and nothing is taken."""
+    """A slot is claimed while another microbatch retains it: the error names holder and generation, and
+    nothing is taken.
+    """
     leases = table()
     forward(leases, 0)
     if "I" in done:
         move(leases, "I", 0)
-    error = fails(LeaseRetainedError, leases.open, 0, 1, *slots, chunk=0, microbatch=1, holder=(3, 0, 0), generation=1, step=3)
+    error = fails(
+        LeaseRetainedError,
+        leases.open,
+        0,
+        1,
+        *slots,
+        chunk=0,
+        microbatch=1,
+        holder=(3, 0, 0),
+        generation=1,
+        step=3,
+    )
     assert str(tuple(claimed)) in str(error)
     fails(NotForwardedError, leases.require, "I", 0, 1)
     leases.open(0, 1, I1, W1)
@@ -171,7 +191,15 @@ def test_a_step_ends_with_every_lease_free(done, missing, layer, state, close):
     if "I" in done:
         move(leases, "I", 4)
     call = leases.end_step if close == "end_step" else lambda: leases.begin_step(10)
-    place = {"step": 9, "chunk": 0, "microbatch": 4, "layer": layer, "state": state, "slot": ("W", 0, 0), "generation": 2}
+    place = {
+        "step": 9,
+        "chunk": 0,
+        "microbatch": 4,
+        "layer": layer,
+        "state": state,
+        "slot": ("W", 0, 0),
+        "generation": 2,
+    }
     fails(LeaseLeakError, call, message=missing, **place)
 
 
@@ -192,7 +220,18 @@ def test_an_action_that_leaves_a_layer_out_is_a_leak(kind):
     if kind == "W":
         move(leases, "I")
     leases.advance(kind, 0, 0, "qkv")
-    fails(LeaseLeakError, leases.finish, kind, 0, 0, message=f"{kind} ended but", layer="down", microbatch=0, step=3, chunk=0)
+    fails(
+        LeaseLeakError,
+        leases.finish,
+        kind,
+        0,
+        0,
+        message=f"{kind} ended but",
+        layer="down",
+        microbatch=0,
+        step=3,
+        chunk=0,
+    )
 
 
 def test_an_action_outside_a_step():
@@ -202,13 +241,15 @@ def test_an_action_outside_a_step():
     fails(NotForwardedError, LeaseTable().require, "I", 2, 5, step=-1)
 
 
-# ---- graphs ----------------------------------------------------------------------------------------------------
+# ---- graphs ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["I", "W"])
 @pytest.mark.parametrize("layers", [("qkv",), ("qkv", "down", "up"), ("qkv", "up"), ("qkv", "qkv")])
 def test_a_replay_moves_exactly_the_layers_that_went_forward(kind, layers):
-    """A graph that leaves a layer out, brings another or moves one twice is refused, and the lease stays where it was."""
+    """A graph that leaves a layer out, brings another or moves one twice is refused, and the lease stays
+    where it was.
+    """
     leases = table()
     leases.open(0, 0, I0, W0)
     leases.replay("F", 0, 0, LAYERS)
@@ -227,7 +268,7 @@ def test_a_replay_that_retains_one_layer_twice_is_refused():
     fails(LeaseRetainedError, leases.replay, "F", 0, 0, ("qkv", "qkv"), layer="qkv")
 
 
-# ---- handles ---------------------------------------------------------------------------------------------------
+# ---- handles -----------------------------------------------------------------------------------------------
 
 
 def test_a_payload_is_given_out_once_by_key():
@@ -256,7 +297,9 @@ def test_a_handle_of_an_older_generation_reads_nothing():
     leases.consume(consumed)
     move(leases, "I", 0)
     move(leases, "W", 0)
-    fails(StaleHandleError, leases.consume, old, layer="qkv", generation=1, slot_generation=1)  # released, not reused
+    fails(
+        StaleHandleError, leases.consume, old, layer="qkv", generation=1, slot_generation=1
+    )  # released, not reused
     forward(leases, 1)
     place = {"step": 3, "chunk": 0, "microbatch": 0, "layer": "qkv", "generation": 1, "slot_generation": 2}
     error = fails(StaleHandleError, leases.consume, old, **place)
@@ -266,7 +309,7 @@ def test_a_handle_of_an_older_generation_reads_nothing():
 
 
 def test_abandon_frees_everything_and_kills_old_handles():
-    """L7: after a failed step slots are free, the step is over, and a handle from before stays dead for good."""
+    """L7: after a failed step slots are free, the step is over, and an old handle stays dead for good."""
     leases = table()
     forward(leases, 0)
     handle = leases.handle(0, 0, "qkv")
@@ -298,11 +341,13 @@ def test_unchecked_the_table_only_keeps_books():
     assert leases.generations() == {"I0.0": 3, "W0.0": 3}
 
 
-# ---- a reference model -----------------------------------------------------------------------------------------
+# ---- a reference model -------------------------------------------------------------------------------------
 
 
 class Model:
-    """What may happen, told from the log of what happened: per microbatch the moves so far, per slot its holder."""
+    """What may happen, told from the log of what happened: per microbatch the moves so far, per slot its
+    holder.
+    """
 
     def __init__(self) -> None:
         self.open_step = False
@@ -345,10 +390,14 @@ class Model:
 keys = st.tuples(st.integers(0, 1), st.integers(0, 1))
 moves = st.tuples(st.sampled_from("FFIIWW"), keys, st.integers(0, 1), st.integers(0, 1), st.booleans())
 marks = st.sampled_from(["begin", "end", "end", "abandon"])
-scripts = st.lists(st.one_of(moves, moves, moves, moves, moves, moves, moves, marks), min_size=20, max_size=60)
+scripts = st.lists(
+    st.one_of(moves, moves, moves, moves, moves, moves, moves, marks), min_size=20, max_size=60
+)
 
 
-def run_one(leases: LeaseTable, kind: str, key: tuple[int, int], slots: tuple[Slot, Slot], graph: bool) -> None:
+def run_one(
+    leases: LeaseTable, kind: str, key: tuple[int, int], slots: tuple[Slot, Slot], graph: bool
+) -> None:
     """One action, as the ledger makes it, eagerly or by a graph."""
     if kind == "F":
         leases.open(*key, *slots)
@@ -405,7 +454,10 @@ def test_the_table_is_the_reference_model(script):
                 assert (error.place["chunk"], error.place["microbatch"]) == key
         assert leases.generations() == {slot.name: count for slot, count in sorted(model.claims.items())}
         held = sum(model.holder(slot) is not None for slot in model.claims)
-        assert leases.counts() == {"groups": sum("W" not in done for done in model.log.values()), "slots": held}
+        assert leases.counts() == {
+            "groups": sum("W" not in done for done in model.log.values()),
+            "slots": held,
+        }
 
 
 def test_states_are_named_as_the_design_names_them():

@@ -15,19 +15,29 @@ from qeffect_lm.contract.errors import ContractViolation, StreamOrderError
 from qeffect_lm.contract.streams import HOST, WHOLE, Access, StreamClock
 
 READ, WRITE, MERGE = Access.READ, Access.WRITE, Access.MAX_MERGE
-CONFLICTS = {(READ, WRITE), (WRITE, READ), (WRITE, WRITE), (READ, MERGE), (MERGE, READ), (WRITE, MERGE), (MERGE, WRITE)}
+CONFLICTS = {
+    (READ, WRITE),
+    (WRITE, READ),
+    (WRITE, WRITE),
+    (READ, MERGE),
+    (MERGE, READ),
+    (WRITE, MERGE),
+    (MERGE, WRITE),
+}
 STREAMS = (HOST, "a", "b", "c")
 BUFFERS = ("x", "y")
 
 
-# ---- the oracle: a graph of everything that happened, and a search through it ----------------------------------
+# ---- the oracle: a graph of everything that happened, and a search through it ------------------------------
 
 
 @dataclass
 class Oracle:
     """Nodes in order of time; an edge has the set of buffers it vouches for (None: all)."""
 
-    edges: dict[int, list[tuple[int, frozenset[Hashable] | None]]] = field(default_factory=lambda: defaultdict(list))
+    edges: dict[int, list[tuple[int, frozenset[Hashable] | None]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     last: dict[str, int] = field(default_factory=dict)  # the last node of each stream
     accesses: list[tuple[int, str, Hashable, Access, int, int]] = field(default_factory=list)
     size: int = 0
@@ -54,7 +64,9 @@ class Oracle:
         return target in seen
 
     def races(self, stream: str, buffer: Hashable, kind: Access, lo: int, hi: int) -> set[str]:
-        """The streams with a conflicting access that is not ordered before this one; empty: the access happens."""
+        """The streams with a conflicting access that is not ordered before this one; empty: the access
+        happens.
+        """
         here = self.node(stream)
         bad = {
             other
@@ -90,7 +102,13 @@ def check_program(program: list[tuple]) -> int:
                 oracle.edge(oracle.node(HOST), oracle.node(args[0]))
         elif op == "record":
             stream, covers = args
-            events.append((clock.record(stream, covers), oracle.node(stream), None if covers is None else frozenset(covers)))
+            events.append(
+                (
+                    clock.record(stream, covers),
+                    oracle.node(stream),
+                    None if covers is None else frozenset(covers),
+                )
+            )
         elif op == "wait" and events:
             stream, which = args
             event, node, covers = events[which % len(events)]
@@ -121,7 +139,9 @@ def check_program(program: list[tuple]) -> int:
 streams = st.sampled_from(STREAMS)
 buffers = st.sampled_from(BUFFERS)
 ranges = st.tuples(st.integers(0, 6), st.integers(1, 6)).map(lambda pair: (pair[0], pair[0] + pair[1]))
-an_access = st.tuples(st.just("access"), streams, buffers, st.sampled_from(list(Access)), ranges).map(lambda t: (*t[:4], *t[4]))
+an_access = st.tuples(st.just("access"), streams, buffers, st.sampled_from(list(Access)), ranges).map(
+    lambda t: (*t[:4], *t[4])
+)
 covers = st.one_of(st.none(), st.none(), st.lists(buffers, unique=True, max_size=2))
 edges = st.one_of(
     st.tuples(st.just("launch"), streams),
@@ -129,8 +149,12 @@ edges = st.one_of(
     st.tuples(st.just("wait"), streams, st.integers(0, 9)),
 )
 rare = st.one_of(st.just(("settle",)), st.tuples(st.just("forget"), buffers))
-blocks = st.tuples(st.lists(st.one_of(edges, edges, edges, rare), max_size=4), an_access).map(lambda block: [*block[0], block[1]])
-programs = st.lists(blocks, min_size=6, max_size=16).map(lambda many: [step for block in many for step in block])
+blocks = st.tuples(st.lists(st.one_of(edges, edges, edges, rare), max_size=4), an_access).map(
+    lambda block: [*block[0], block[1]]
+)
+programs = st.lists(blocks, min_size=6, max_size=16).map(
+    lambda many: [step for block in many for step in block]
+)
 
 
 @settings(max_examples=200)
@@ -141,9 +165,16 @@ def test_raises_exactly_when_the_oracle_sees_a_race(program):
 
 
 @settings(max_examples=200)
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(list(Access)), ranges), min_size=2, max_size=6), st.data())
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.sampled_from(list(Access)), ranges), min_size=2, max_size=6
+    ),
+    st.data(),
+)
 def test_a_chain_of_edges_orders_everything_and_one_missing_edge_does_not(accesses, data):
-    """T4: accesses in a chain of record and wait never raise; without one of the edges the verdict is the oracle's."""
+    """T4: accesses in a chain of record and wait never raise; without one of the edges the verdict is the
+    oracle's.
+    """
     program: list[tuple] = []
     for number, (stream, kind, (lo, hi)) in enumerate(accesses):
         if number:
@@ -156,7 +187,9 @@ def test_a_chain_of_edges_orders_everything_and_one_missing_edge_does_not(access
 
 
 def test_all_short_histories():
-    """Every sequence of three accesses on two streams, with every choice of full, early or no edge in between."""
+    """Every sequence of three accesses on two streams, with every choice of full, early or no edge in
+    between.
+    """
     refused = 0
     steps = list(product("ab", Access))
     for first, second, third in product(steps, repeat=3):
@@ -178,7 +211,7 @@ def _place(step: tuple[str, Access]) -> tuple[str, str, Access, int, int]:
     return (step[0], "x", step[1], 0, 4)
 
 
-# ---- rule by rule ----------------------------------------------------------------------------------------------
+# ---- rule by rule ------------------------------------------------------------------------------------------
 
 
 def ordered_pair(clock: StreamClock, source: str, target: str, covers=None) -> None:
@@ -194,9 +227,24 @@ def test_the_error_names_both_sides_and_the_remedy():
     with pytest.raises(StreamOrderError) as caught:
         clock.access("compute", "weight", READ, "0F0")
     text = str(caught.value)
-    for part in ("0F0", "INIT", "'compute'", "'side'", "'weight'", "read", "write", "record an event on 'side'"):
+    for part in (
+        "0F0",
+        "INIT",
+        "'compute'",
+        "'side'",
+        "'weight'",
+        "read",
+        "write",
+        "record an event on 'side'",
+    ):
         assert part in text
-    assert caught.value.place == {"buffer": "weight", "stream": "compute", "other_stream": "side", "since_tick": 1, "known_tick": 0}
+    assert caught.value.place == {
+        "buffer": "weight",
+        "stream": "compute",
+        "other_stream": "side",
+        "since_tick": 1,
+        "known_tick": 0,
+    }
     assert isinstance(caught.value, ContractViolation)
     ordered_pair(clock, "side", "compute")
     clock.access("compute", "weight", READ, "0F0")
@@ -205,7 +253,9 @@ def test_the_error_names_both_sides_and_the_remedy():
 def test_an_access_without_a_name_is_called_by_its_kind():
     clock = StreamClock()
     clock.access("a", "x", MERGE)
-    with pytest.raises(StreamOrderError, match=r"^read \(read on stream 'b'\) is not ordered after max_merge"):
+    with pytest.raises(
+        StreamOrderError, match=r"^read \(read on stream 'b'\) is not ordered after max_merge"
+    ):
         clock.access("b", "x", READ)
 
 
@@ -229,7 +279,9 @@ def test_the_ticks_in_the_error_say_what_is_known():
 
 
 def test_max_merges_commute_with_each_other_and_with_nothing_else():
-    """Amax slots: microbatches on several streams merge in any order; a roll must come after all, a merge after the roll."""
+    """Amax slots: microbatches on several streams merge in any order; a roll must come after all, a merge
+    after the roll.
+    """
     for order in permutations("abc"):
         clock = StreamClock()
         for stream in order:
@@ -285,7 +337,9 @@ def test_an_early_event_covers_only_its_buffers():
 
 
 def test_the_host_is_a_stream():
-    """A launch orders what the host knows, a synchronisation what the event knows; the host's later work neither."""
+    """A launch orders what the host knows, a synchronisation what the event knows; the host's later work
+    neither.
+    """
     clock = StreamClock()
     clock.access(HOST, "x", WRITE, "fill")
     clock.launch("a")
@@ -335,7 +389,16 @@ def test_an_event_is_a_copy():
 
 @pytest.mark.parametrize(
     ("lo", "hi", "conflict"),
-    [(0, 4, False), (8, 12, False), (0, 5, True), (7, 9, True), (4, 8, True), (5, 6, True), (0, 12, True), (6, 6, False)],
+    [
+        (0, 4, False),
+        (8, 12, False),
+        (0, 5, True),
+        (7, 9, True),
+        (4, 8, True),
+        (5, 6, True),
+        (0, 12, True),
+        (6, 6, False),
+    ],
 )
 def test_only_overlapping_bytes_conflict(lo, hi, conflict):
     clock = StreamClock()

@@ -47,7 +47,7 @@ def fails(call, *args, message: str, **place) -> None:
         assert caught.value.place[key] == value, caught.value
 
 
-# ---- what a roll computes --------------------------------------------------------------------------------------
+# ---- what a roll computes ----------------------------------------------------------------------------------
 
 
 def test_delayed_scaling_by_hand():
@@ -72,7 +72,9 @@ def test_roles_that_report_nothing_keep_their_scale():
         report(line, {"a.input": 16.0})
         line.roll_(NO)
     idle = [line.index[name] for name in ("a.weight", "a.grad_output", "b.grad_output")]
-    assert torch.equal(line.scale[idle], before["scale"][idle]) and torch.equal(line.history[idle], before["history"][idle])
+    assert torch.equal(line.scale[idle], before["scale"][idle]) and torch.equal(
+        line.history[idle], before["history"][idle]
+    )
     assert float(line.scale_of("a.input")) == 28.0
     assert (line.open_amax == EMPTY).all()
 
@@ -91,7 +93,9 @@ def test_a_stash_is_a_copy():
 
 
 def test_a_cached_weight_keeps_the_scale_it_was_quantised_with():
-    """S1: cached over five microbatches while the scale moves between them: identical inputs give identical outputs."""
+    """S1: cached over five microbatches while the scale moves between them: identical inputs give identical
+    outputs.
+    """
     torch.manual_seed(0)
     line = timeline(window="microbatch")
     weight, x = torch.randn(8, 8), torch.randn(4, 8)
@@ -180,7 +184,9 @@ class Reference:
         self.open = np.float32(EMPTY)
 
     def merge(self, value: np.float32) -> None:
-        self.open = np.float32(math.nan) if math.isnan(value) or math.isnan(self.open) else max(self.open, value)
+        self.open = (
+            np.float32(math.nan) if math.isnan(value) or math.isnan(self.open) else max(self.open, value)
+        )
 
     def roll(self, skip: bool) -> None:
         if not skip and math.isfinite(self.open) and self.open >= 0:
@@ -199,7 +205,11 @@ amaxes = st.one_of(
     st.sampled_from([0.0, 2.0**-149, 2.0**-126, 1e-37, 448.0, 3e38, math.inf, math.nan]),
 )
 windows = st.lists(
-    st.tuples(st.lists(st.tuples(st.sampled_from(ROLES), amaxes), max_size=6), st.booleans(), st.sampled_from(["both", "f", "b"])),
+    st.tuples(
+        st.lists(st.tuples(st.sampled_from(ROLES), amaxes), max_size=6),
+        st.booleans(),
+        st.sampled_from(["both", "f", "b"]),
+    ),
     max_size=8,
 )
 
@@ -207,7 +217,9 @@ windows = st.lists(
 @settings(max_examples=150)
 @given(windows, st.integers(1, 4), st.sampled_from(["max", "most_recent"]), st.integers(0, 3))
 def test_rolls_equal_plain_arithmetic(script, history, amax, margin):
-    """S2, S8: random windows of random reports, skips and directions: bitwise the reference's scales and histories, finite."""
+    """S2, S8: random windows of random reports, skips and directions: bitwise the reference's scales and
+    histories, finite.
+    """
     line = timeline(history=history, amax=amax, margin=margin)
     reference = {role.name: Reference(role.fp8_max, history, amax, margin) for role in ROLES}
     for reports, skip, which in script:
@@ -224,10 +236,12 @@ def test_rolls_equal_plain_arithmetic(script, history, amax, margin):
             row = line.index[role.name]
             assert np.float32(line.scale[row]) == reference[role.name].scale
             assert [np.float32(v) for v in line.history[row]] == reference[role.name].history
-        assert torch.isfinite(line.history).all() and torch.isfinite(line.scale).all() and (line.scale > 0).all()
+        assert (
+            torch.isfinite(line.history).all() and torch.isfinite(line.scale).all() and (line.scale > 0).all()
+        )
 
 
-# ---- who may do what, when -------------------------------------------------------------------------------------
+# ---- who may do what, when ---------------------------------------------------------------------------------
 
 
 def run(line: ScaleTimeline, contributor, direction=FORWARD) -> None:
@@ -236,7 +250,9 @@ def run(line: ScaleTimeline, contributor, direction=FORWARD) -> None:
 
 
 def test_a_window_in_order():
-    """Begin, contributors of both directions, one commit: epoch 0 → 1 in both directions, and the next window may start."""
+    """Begin, contributors of both directions, one commit: epoch 0 → 1 in both directions, and the next window
+    may start.
+    """
     line = timeline()
     line.expect(FORWARD, ["F0", "F1"])
     line.expect(BACKWARD, ["I0"])
@@ -252,14 +268,24 @@ def test_a_window_in_order():
 
 
 def test_a_commit_happens_once_and_closes_the_current_epoch():
-    """Exactly once per window: a second commit, an older or a later epoch are refused, and nothing is counted."""
+    """Exactly once per window: a second commit, an older or a later epoch are refused, and nothing is
+    counted.
+    """
     line = timeline()
     line.begin_window()
     for epoch in (-1, 1, 7):
-        fails(line.commit, epoch, message=f"closes forward epoch {epoch}, the current one is 0", epoch=epoch, current_epoch=0)
+        fails(
+            line.commit,
+            epoch,
+            message=f"closes forward epoch {epoch}, the current one is 0",
+            epoch=epoch,
+            current_epoch=0,
+        )
     line.commit(0, by="3COMMIT")
     fails(line.commit, 0, message="the current one is 1", epoch=0, current_epoch=1)
-    fails(lambda: line.commit(1, by="3COMMIT"), message="3COMMIT of forward epoch 1 outside a window", epoch=1)
+    fails(
+        lambda: line.commit(1, by="3COMMIT"), message="3COMMIT of forward epoch 1 outside a window", epoch=1
+    )
     assert line.epochs == {FORWARD: 1, BACKWARD: 1} and line.commits == 1
 
 
@@ -298,10 +324,23 @@ def test_a_commit_waits_for_running_work(direction):
 def test_readers_are_bound_to_the_epoch_they_began_in():
     """A read or report after a commit names both epochs; one outside any action names the role."""
     line = timeline(window="microbatch")
-    fails(line.check_reader, "F0", "a.input", message="F0 touches scale 'a.input' outside its action", role="a.input")
+    fails(
+        line.check_reader,
+        "F0",
+        "a.input",
+        message="F0 touches scale 'a.input' outside its action",
+        role="a.input",
+    )
     line.begin("F0", FORWARD)
     line.epochs[FORWARD] += 2  # what only a commit does, and a commit would not
-    fails(line.check_reader, "F0", "a.input", message="began at epoch 0 and touches 'a.input' at epoch 2", epoch=0, current_epoch=2)
+    fails(
+        line.check_reader,
+        "F0",
+        "a.input",
+        message="began at epoch 0 and touches 'a.input' at epoch 2",
+        epoch=0,
+        current_epoch=2,
+    )
     line.end("F0")
     fails(line.check_reader, "F0", "a.input", message="outside its action")
 
@@ -338,7 +377,11 @@ def test_calibration_comes_before_everything_and_once():
     line.expect(FORWARD, ["F0"])
     line.commit(0, calibration=True, by="CALIBRATION")
     assert line.epochs == {FORWARD: 1, BACKWARD: 1}
-    fails(lambda: line.commit(1, calibration=True, by="CALIBRATION"), message="CALIBRATION calibrates after training began", epoch=1)
+    fails(
+        lambda: line.commit(1, calibration=True, by="CALIBRATION"),
+        message="CALIBRATION calibrates after training began",
+        epoch=1,
+    )
     late = timeline()
     late.begin_window()
     fails(lambda: late.commit(0, calibration=True), message="after training began", epoch=0)
@@ -393,13 +436,17 @@ def test_saved_state_comes_back():
     line.commit(0)
     other = timeline()
     other.load_state(line.state())
-    assert other.state() == line.state() == {"epochs": {"forward": 1, "backward": 1}, "commits": 1, "window": "step"}
+    assert (
+        other.state()
+        == line.state()
+        == {"epochs": {"forward": 1, "backward": 1}, "commits": 1, "window": "step"}
+    )
     other.begin_window()
     other.commit(1)
 
 
 def test_logical_tensors_are_views_of_the_live_storages():
-    """Loads are in place: writing a logical tensor writes the scale that readers see, under the role's name."""
+    """Loads are in place: writing a logical tensor writes what readers see, under the role's name."""
     line = timeline()
     items = {item.name: item for item in line.logical_tensors()}
     assert len(items) == 3 * len(ROLES)
@@ -409,7 +456,9 @@ def test_logical_tensors_are_views_of_the_live_storages():
         items[f"amax_open/{role.name}"].tensor.fill_(value + 0.25)
     for value, role in enumerate(ROLES):
         row = line.index[role.name]
-        assert float(line.scale_of(role.name)) == value + 2.0 and float(line.slot_of(role.name)) == value + 0.25
+        assert (
+            float(line.scale_of(role.name)) == value + 2.0 and float(line.slot_of(role.name)) == value + 0.25
+        )
         assert line.history[row].tolist() == [value + 0.5] * 3
         assert float(line.fp8_max[row]) == role.fp8_max
     assert items["scale/a.input"].role is Role.SCALE and items["amax_open/a.input"].role is Role.AMAX_OPEN
@@ -437,7 +486,9 @@ class Model:
 
 names = st.sampled_from(["F0", "F1", "I0"])
 steps = st.tuples(
-    st.sampled_from(["window", "window", "begin", "begin", "begin", "end", "end", "check", "commit", "commit", "abandon"]),
+    st.sampled_from(
+        ["window", "window", "begin", "begin", "begin", "end", "end", "check", "commit", "commit", "abandon"]
+    ),
     names,
     st.integers(-1, 1),
 )
@@ -446,7 +497,9 @@ steps = st.tuples(
 @settings(max_examples=200)
 @given(st.lists(steps, min_size=10, max_size=60), st.sets(names))
 def test_random_commits_and_readers(script, expected):
-    """Random windows, readers and commits: refused exactly when a plain model refuses, with the epoch always its own."""
+    """Random windows, readers and commits: refused exactly when a plain model refuses, with the epoch always
+    its own.
+    """
     direction_of = {"F0": FORWARD, "F1": FORWARD, "I0": BACKWARD}
     wanted = {d: {name for name in expected if direction_of[name] is d} for d in Direction}
     line, model = timeline(), Model(wanted)

@@ -31,7 +31,9 @@ def fails(call, *args, message: str = "", **kwargs) -> StaleWeightError:
 
 @pytest.mark.parametrize("how", ["eager", "replay"])
 def test_a_write_through_raw_storage_needs_a_bump(how):
-    """V1: torch's counter does not see a raw write; after ``bump`` a read of the cache at the old version raises."""
+    """V1: torch's counter does not see a raw write; after ``bump`` a read of the cache at the old version
+    raises.
+    """
     weight = torch.ones(4)
     before = weight._version
     torch.tensor([], dtype=torch.float32).set_(weight.untyped_storage())[0] = 7.0
@@ -39,7 +41,13 @@ def test_a_write_through_raw_storage_needs_a_bump(how):
     versions = made()
     read(versions, how, "a.weight")
     versions.bump(["a.weight"])
-    error = fails(read, versions, how, "a.weight", message="at version 1, the cache holds version 0, the parameter is at 1")
+    error = fails(
+        read,
+        versions,
+        how,
+        "a.weight",
+        message="at version 1, the cache holds version 0, the parameter is at 1",
+    )
     assert error.place == {"layer": "a.weight", "microbatch": 2, "cached_version": 0, "parameter_version": 1}
     assert "0F2 needs" in str(error) and "refresh the cache" in str(error)
     read(versions, how, "b.weight")
@@ -71,7 +79,14 @@ def test_a_bump_of_everything(how):
 def test_a_cache_that_was_never_made(how, epoch):
     """Also when every other weight has one, and when the epoch does not matter (window microbatch)."""
     versions = made("a.weight", "b.weight")
-    error = fails(read, versions, how, "c.weight", epoch=epoch, message="0F2 needs the cached weight 'c.weight', never made")
+    error = fails(
+        read,
+        versions,
+        how,
+        "c.weight",
+        epoch=epoch,
+        message="0F2 needs the cached weight 'c.weight', never made",
+    )
     assert error.place["layer"] == "c.weight"
     fails(read, WeightVersions(NAMES), how, "a.weight", epoch=epoch)
     versions.refreshed("c.weight", epoch=1, layouts=BOTH)
@@ -80,10 +95,19 @@ def test_a_cache_that_was_never_made(how, epoch):
 
 @pytest.mark.parametrize("how", ["eager", "replay"])
 def test_a_missing_layout(how):
-    """V4: evaluation needs one layout, training two; the missing one is made at the same version, and both are there."""
+    """V4: evaluation needs one layout, training two; the missing one is made at the same version, and both
+    are there.
+    """
     versions = made(layouts=["rows"])
     read(versions, how, "a.weight", "rows")
-    error = fails(read, versions, how, "a.weight", "columns", message="layout 'columns' of 'a.weight', the cache holds ['rows']")
+    error = fails(
+        read,
+        versions,
+        how,
+        "a.weight",
+        "columns",
+        message="layout 'columns' of 'a.weight', the cache holds ['rows']",
+    )
     assert error.place == {"layer": "a.weight", "microbatch": 2}
     versions.refreshed("a.weight", epoch=1, layouts=BOTH)
     read(versions, how, "a.weight", "columns")
@@ -94,9 +118,13 @@ def test_a_missing_layout(how):
 
 @pytest.mark.parametrize("how", ["eager", "replay"])
 def test_the_scale_epoch(how):
-    """In window step a cache has the current epoch's scale; in window microbatch (epoch None) it keeps its own."""
+    """In window step a cache has the current epoch's scale; in window microbatch (epoch None) it keeps its
+    own.
+    """
     versions = made(epoch=4)
-    error = fails(read, versions, how, "b.weight", epoch=5, message="the scale of epoch 5, the cache has epoch 4")
+    error = fails(
+        read, versions, how, "b.weight", epoch=5, message="the scale of epoch 5, the cache has epoch 4"
+    )
     assert (error.place["cached_epoch"], error.place["epoch"], error.place["microbatch"]) == (4, 5, 2)
     read(versions, how, "b.weight", epoch=None)
     versions.refreshed("b.weight", epoch=5, layouts=BOTH)
@@ -109,7 +137,14 @@ def test_a_reader_may_state_a_version():
     """Whoever began with version v refuses both an older cache and a parameter that moved on."""
     versions = made()
     versions.require("a.weight", "rows", epoch=None, version=0)
-    error = fails(versions.require, "a.weight", "rows", epoch=None, version=1, message="a reader needs 'a.weight' at version 1")
+    error = fails(
+        versions.require,
+        "a.weight",
+        "rows",
+        epoch=None,
+        version=1,
+        message="a reader needs 'a.weight' at version 1",
+    )
     assert (error.place["cached_version"], error.place["parameter_version"]) == (0, 0)
     versions.bump(["a.weight"])
     fails(versions.require, "a.weight", "rows", epoch=None, version=0, message="the parameter is at 1")
@@ -147,7 +182,11 @@ operations = st.one_of(
     st.tuples(st.just("bump"), st.one_of(st.none(), st.lists(names, unique=True))),
     st.tuples(st.just("refresh"), st.lists(names, unique=True, min_size=1), st.integers(0, 2), layouts),
     st.tuples(st.just("refresh"), st.just(list(NAMES)), st.integers(0, 2), st.just(BOTH)),
-    st.tuples(st.just("read"), st.lists(st.tuples(names, st.sampled_from(BOTH)), min_size=1, max_size=4), st.integers(0, 2)),
+    st.tuples(
+        st.just("read"),
+        st.lists(st.tuples(names, st.sampled_from(BOTH)), min_size=1, max_size=4),
+        st.integers(0, 2),
+    ),
     st.tuples(st.just("read"), st.just([(n, b) for n in NAMES for b in BOTH]), st.integers(0, 2)),
 )
 
@@ -155,7 +194,9 @@ operations = st.one_of(
 @settings(max_examples=200)
 @given(st.lists(operations, min_size=5, max_size=30), st.booleans())
 def test_replays_and_eager_reads_refuse_the_same(script, any_epoch):
-    """Random bumps and refreshes: a graph's reads pass exactly when each read alone passes, by a plain account of both."""
+    """Random bumps and refreshes: a graph's reads pass exactly when each read alone passes, by a plain
+    account of both.
+    """
     versions = WeightVersions(NAMES)
     version = dict.fromkeys(NAMES, 0)
     cache: dict[str, tuple[int, int, tuple[str, ...]]] = {}
@@ -173,7 +214,12 @@ def test_replays_and_eager_reads_refuse_the_same(script, any_epoch):
             good = []
             for name, layout in args[0]:
                 held = cache.get(name)
-                fine = held is not None and held[0] == version[name] and epoch in (None, held[1]) and layout in held[2]
+                fine = (
+                    held is not None
+                    and held[0] == version[name]
+                    and epoch in (None, held[1])
+                    and layout in held[2]
+                )
                 good.append(fine)
                 assert passes(lambda n=name, b=layout, e=epoch: versions.require(n, b, epoch=e)) == fine
             for _ in range(2):

@@ -131,7 +131,8 @@ def test_same_text_same_bytes(tmp_path: Path, model_type: Literal["bpe", "unigra
         tmp_path / "c.model",
     ]
     script = (
-        "import sys; from pathlib import Path; from qeffect_lm.data.tokenizer import train_sentencepiece as t;"
+        "import sys; from pathlib import Path; "
+        "from qeffect_lm.data.tokenizer import train_sentencepiece as t; "
         "t([Path(sys.argv[1]).read_text()], sys.argv[2], vocab_size=400, model_type=sys.argv[3])"
     )
     arguments = [str(tmp_path / "text"), str(tmp_path / "c"), model_type]

@@ -1,4 +1,6 @@
-"""The contract at work in the engine: tiny models, float32, delayed FP8 scaling, eagerly and from captured graphs."""
+"""The contract at work in the engine: tiny models, float32, delayed FP8 scaling, eagerly and from captured
+graphs.
+"""
 
 from __future__ import annotations
 
@@ -62,11 +64,15 @@ def part(state: dict[str, torch.Tensor], *prefixes: str) -> dict[str, torch.Tens
 
 
 @lru_cache(maxsize=None)
-def reference(*numbers: int) -> tuple[list[tuple[float, float, bool]], dict[str, torch.Tensor], dict[str, Any]]:
+def reference(
+    *numbers: int,
+) -> tuple[list[tuple[float, float, bool]], dict[str, torch.Tensor], dict[str, Any]]:
     """An undisturbed eager run of these steps: results, tensors, and the ledger's counters."""
     assembly = make()
     results = [step(assembly, number) for number in numbers]
-    assert not any(skipped for _, _, skipped in results) and len({loss for loss, _, _ in results}) == len(numbers)
+    assert not any(skipped for _, _, skipped in results) and len({loss for loss, _, _ in results}) == len(
+        numbers
+    )
     return results, tensors(assembly), assembly.ledger.state()
 
 
@@ -77,7 +83,7 @@ def assert_as_reference(assembly: Assembly, results: list[tuple[float, float, bo
     assert assembly.ledger.state() == counters
 
 
-# ---- scaling ---------------------------------------------------------------------------------------------------
+# ---- scaling -----------------------------------------------------------------------------------------------
 
 
 def enlarge_activations(assembly: Assembly, factor: float) -> dict[str, torch.Tensor]:
@@ -97,8 +103,8 @@ def put_back(assembly: Assembly, kept: dict[str, torch.Tensor]) -> None:
 
 
 def test_an_evaluation_on_huge_inputs_leaves_no_trace(backend):
-    """S6, V3: before the first step and between steps, with activations a thousand times larger: training is bitwise as if it
-    had not run. The control: a training step on such activations does move the histories.
+    """S6, V3: before the first step and between steps, with activations a thousand times larger: training is
+    bitwise as if it had not run. The control: a training step on such activations does move the histories.
     """
     assembly = make(backend)
     results, losses = [], []
@@ -116,11 +122,17 @@ def test_an_evaluation_on_huge_inputs_leaves_no_trace(backend):
     before = assembly.timeline.history[:, 0].clone()
     enlarge_activations(assembly, 1000.0)
     step(assembly, 4)
-    inputs = [i for i, role in enumerate(assembly.timeline.roles) if role.name.endswith(("qkv.input", "gate_up.input"))]
+    inputs = [
+        i
+        for i, role in enumerate(assembly.timeline.roles)
+        if role.name.endswith(("qkv.input", "gate_up.input"))
+    ]
     assert (assembly.timeline.history[inputs, 0] > 500 * before[inputs]).all()
 
 
-def inject(assembly: Assembly, monkeypatch: pytest.MonkeyPatch, where: str, value: float) -> dict[str, torch.Tensor]:
+def inject(
+    assembly: Assembly, monkeypatch: pytest.MonkeyPatch, where: str, value: float
+) -> dict[str, torch.Tensor]:
     """Make one gradient, or one weight (returned, to be put back), not finite."""
     if where == "weight":
         name = "layers.1.mlp_norm.weight"
@@ -140,8 +152,8 @@ def inject(assembly: Assembly, monkeypatch: pytest.MonkeyPatch, where: str, valu
 @pytest.mark.parametrize("where", ["gradient", "weight"])
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_a_step_that_is_not_finite_changes_nothing(backend, where, value, monkeypatch):
-    """S8: masters, moments, optimizer step, scales and histories keep their bytes, the open window is cleared; the next step is
-    sound, bitwise as if the skipped one had never been.
+    """S8: masters, moments, optimizer step, scales and histories keep their bytes, the open window is
+    cleared; the next step is sound, bitwise as if the skipped one had never been.
     """
     assembly = make(backend)
     results = [step(assembly, 0), step(assembly, 1)]
@@ -193,7 +205,7 @@ def test_the_policy_decides_whether_such_a_step_stops_the_run(policy, monkeypatc
     assert differing(part(tensors(assembly), "master/", "moment", "scale/", "optimizer/"), before) == []
 
 
-# ---- ownership -------------------------------------------------------------------------------------------------
+# ---- ownership ---------------------------------------------------------------------------------------------
 
 
 def flat_counts(assembly: Assembly) -> dict[str, Any]:
@@ -203,7 +215,7 @@ def flat_counts(assembly: Assembly) -> dict[str, Any]:
     clocks = ledger.streams._streams.values()
     return {
         "tensors": sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()),
-        "objects": len(gc.get_objects()) // 200,
+        "objects": len(gc.get_objects()),
         "leases": ledger.leases.counts(),
         "slots": len(ledger.leases._slots),
         "pending": len(engine._pending),
@@ -220,7 +232,9 @@ def flat_counts(assembly: Assembly) -> dict[str, Any]:
 
 
 def test_fifty_steps_leave_nothing_behind(backend, monkeypatch):
-    """L6: leases, live tensors, pending transfers and the ledger's books are flat; a payload dies with its step."""
+    """L6: leases, live tensors, pending transfers and the ledger's books are flat; a payload dies with its
+    step.
+    """
     assembly = make(backend)
     alive: list[weakref.ref] = []
     retain = assembly.ledger.leases.retain
@@ -232,16 +246,19 @@ def test_fifty_steps_leave_nothing_behind(backend, monkeypatch):
     monkeypatch.setattr(assembly.ledger.leases, "retain", watched)
     first: dict[str, Any] = {}
     results = []
-    for number in range(50):
+    for number in range(52):
         results.append(assembly.engine.step(number, batch(number)).loss)
-        assert sum(ref() is not None for ref in alive) == 0
+        assert len(alive) == (
+            4 * (2 * FP8_LINEARS + 1) if backend == "eager" else 0
+        )  # FP8 with inverse scales; the head
+        assert all(ref() is None for ref in alive)
+        alive.clear()
         assert assembly.ledger.leases.counts() == {"groups": 0, "slots": 0}
         if number == 2:
             first = flat_counts(assembly)
-    assert len(alive) == (50 * 4 * (2 * FP8_LINEARS + 1) if backend == "eager" else 0)  # with inverse scales; and the head
     assert len({loss.data_ptr() for loss in results}) == 1
     last = flat_counts(assembly)
-    assert last.pop("objects") <= first.pop("objects") + 1
+    assert last.pop("objects") < first.pop("objects") + 200  # four a step would already be more
     assert last == first
 
 
@@ -309,7 +326,9 @@ POSITIONS = [
 
 @pytest.mark.parametrize(("action", "when"), POSITIONS)
 def test_an_exception_in_the_middle_of_a_step(backend, action, when, monkeypatch):
-    """L7: on another batch, then a clean step: bitwise equal to a process where it never happened, twice over."""
+    """L7: on another batch, then a clean step: bitwise equal to a process where it never happened, twice
+    over.
+    """
     assembly = make(backend)
     results = []
     for number in range(3):
@@ -320,7 +339,9 @@ def test_an_exception_in_the_middle_of_a_step(backend, action, when, monkeypatch
                     step(assembly, 70 + number)
             assert assembly.ledger.leases.counts() == {"groups": 0, "slots": 0}
             assert assembly.engine._pending == {} and assembly.engine._events == {}
-            assert all(slot.saved is None for stage in assembly.engine.stages.values() for slot in stage.slots)
+            assert all(
+                slot.saved is None for stage in assembly.engine.stages.values() for slot in stage.slots
+            )
         results.append(step(assembly, number))
     assert_as_reference(assembly, results, 0, 1, 2)
 
@@ -334,11 +355,13 @@ def test_an_exception_while_the_optimizer_runs_needs_a_restart(backend, monkeypa
         with pytest.raises(Sudden):
             step(assembly, 1)
     for _ in range(2):
-        with pytest.raises(QEffectError, match="step 1 failed while the optimizer ran.* restart from the last checkpoint"):
+        with pytest.raises(
+            QEffectError, match="step 1 failed while the optimizer ran.* restart from the last checkpoint"
+        ):
             step(assembly, 1)
 
 
-# ---- weight versions -------------------------------------------------------------------------------------------
+# ---- weight versions ---------------------------------------------------------------------------------------
 
 
 def load_other_weights(assembly: Assembly) -> None:
@@ -349,8 +372,8 @@ def load_other_weights(assembly: Assembly) -> None:
 
 
 def test_other_weights_in_the_same_storages(backend):
-    """V1, V2: without a refresh the first F raises; after it, replay equals eager with the new weights, and neither is what the
-    stale caches would have given.
+    """V1, V2: without a refresh the first F raises; after it, replay equals eager with the new weights, and
+    neither is what the stale caches would have given.
     """
     results: dict[str, list[Any]] = {}
     for how in (backend, "eager", "stale"):
@@ -360,9 +383,14 @@ def test_other_weights_in_the_same_storages(backend):
         if how == "stale":
             assembly.ledger.mode = Mode.OFF
         else:
-            with pytest.raises(StaleWeightError, match="0F0 needs .*cache holds version 1, the parameter is at 2") as caught:
+            with pytest.raises(
+                StaleWeightError, match="0F0 needs .*cache holds version 1, the parameter is at 2"
+            ) as caught:
                 step(assembly, 1)
-            assert caught.value.place["microbatch"] == 0 and caught.value.place["layer"] == "layers.0.attention.qkv.weight"
+            assert (
+                caught.value.place["microbatch"] == 0
+                and caught.value.place["layer"] == "layers.0.attention.qkv.weight"
+            )
             assembly.rebuild_caches()
         results[how] = [step(assembly, 1), tensors(assembly)]
         if how != "stale":
@@ -374,7 +402,9 @@ def test_other_weights_in_the_same_storages(backend):
 
 
 def test_a_weight_is_cast_once_a_step(backend, monkeypatch):
-    """V3, V5: casts per step equal the number of FP8 weights, by the ledger's count and by the casts themselves."""
+    """V3, V5: casts per step equal the number of FP8 weights, by the ledger's count and by the casts
+    themselves.
+    """
     assembly = make(backend)
     made: Counter[str] = Counter()
     weight = DelayedScaling.weight
@@ -401,10 +431,14 @@ def test_a_weight_is_cast_once_a_step(backend, monkeypatch):
 def casts_to_fp8(graph: Any) -> dict[torch.dtype, int]:
     """How many casts from float32 the graph's tape has, by format."""
     copies = [op.args[:2] for op in graph._operations if op.run is torch.ops.aten.copy_.default]
-    return dict(Counter(a.dtype for a, b in copies if a.dtype in (E4M3.dtype, E5M2.dtype) and b.dtype is torch.float32))
+    return dict(
+        Counter(
+            a.dtype for a, b in copies if a.dtype in (E4M3.dtype, E5M2.dtype) and b.dtype is torch.float32
+        )
+    )
 
 
-# ---- gradients -------------------------------------------------------------------------------------------------
+# ---- gradients ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [7.0, math.nan])
@@ -417,7 +451,9 @@ def test_what_was_in_the_main_gradients_is_gone(backend, value):
             assembly.flat.grad(name).fill_(value)
         results.append(step(assembly, number))
         for name in assembly.flat.trainable_names:
-            assert not (assembly.flat.grad(name) == 7.0).any() and torch.isfinite(assembly.flat.grad(name)).all()
+            assert (
+                not (assembly.flat.grad(name) == 7.0).any() and torch.isfinite(assembly.flat.grad(name)).all()
+            )
     assert_as_reference(assembly, results, 0, 1, 2)
 
 
@@ -427,7 +463,10 @@ def test_the_gradient_is_proportional_to_the_number_of_microbatches(backend):
     losses, grads = {}, {}
     for count in (1, 2, 4, 5):
         assembly = assemble(config(**TINY, graphs__backend=backend, pipeline__microbatches=count))
-        repeated = [tensor.expand(count, *tensor.shape[1:]).contiguous() for tensor in (one.inputs, one.targets, one.loss_mask)]
+        repeated = [
+            tensor.expand(count, *tensor.shape[1:]).contiguous()
+            for tensor in (one.inputs, one.targets, one.loss_mask)
+        ]
         many = Batch(*repeated, tokens=one.tokens)
         assembly.prepare(many)
         losses[count] = float(assembly.engine.step(0, many).loss)
@@ -457,11 +496,13 @@ def test_the_optimizer_does_not_run_on_incomplete_gradients(backend):
     assert differing(part(tensors(assembly), "master/", "moment"), part(before, "master/", "moment")) == []
 
 
-# ---- streams ---------------------------------------------------------------------------------------------------
+# ---- streams -----------------------------------------------------------------------------------------------
 
 
 def drop_edges(assembly: Assembly, drop: Any) -> list[tuple[str, str]]:
-    """Leave out the waits that ``drop(source, target, number)`` chooses; returns the list that collects all of them."""
+    """Leave out the waits that ``drop(source, target, number)`` chooses; returns the list that collects all
+    of them.
+    """
     clock, seen = assembly.ledger.streams, []
     wait = type(clock).wait
 
@@ -508,8 +549,8 @@ def test_each_single_edge_of_one_rank(backend):
 
 
 def test_work_is_launched_on_the_stream_that_is_current_then(backend):
-    """T1: W's closure exists since F ran on stream A; it runs while B is current: launched on B, after I by a recorded edge, and
-    the numbers are the same. Without that edge it is trapped.
+    """T1: W's closure exists since F ran on stream A; it runs while B is current: launched on B, after I by a
+    recorded edge, and the numbers are the same. Without that edge it is trapped.
     """
     plain = make(backend, pipeline__microbatches=1)
     wanted = step(plain, 0)
@@ -529,7 +570,9 @@ def test_work_is_launched_on_the_stream_that_is_current_then(backend):
         assembly.ledger.launch = lambda s, a, w, log=launched, run=launch: log.append((w, s)) or run(s, a, w)  # type: ignore
         drop_edges(assembly, lambda source, target, _, drop=drop: drop and (source, target) == ("A", "B"))
         if drop:
-            with pytest.raises(StreamOrderError, match=r"0W0 \(read on stream 'B'\) is not ordered after 0I0"):
+            with pytest.raises(
+                StreamOrderError, match=r"0W0 \(read on stream 'B'\) is not ordered after 0I0"
+            ):
                 step(assembly, 0)
             continue
         assert step(assembly, 0) == wanted
@@ -540,7 +583,12 @@ MICROBATCHES = 5
 
 
 def two_ranks(backend: str, monkeypatch: pytest.MonkeyPatch, when: str = "late", **overrides: Any) -> Ranks:
-    settings = {"pipeline__microbatches": MICROBATCHES, "pipeline__w_delay": 1, "parallel__pp": 2, **overrides}
+    settings = {
+        "pipeline__microbatches": MICROBATCHES,
+        "pipeline__w_delay": 1,
+        "parallel__pp": 2,
+        **overrides,
+    }
     ranks = Ranks(config(**TINY, graphs__backend=backend, **settings), monkeypatch, when=when)
     ranks.prepare(batch(0, MICROBATCHES))
     return ranks
@@ -556,14 +604,18 @@ def one_rank() -> tuple[list[float], dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("when", ["early", "late"])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_a_send_holds_its_buffer_and_a_receive_is_waited_for(backend, when, schedule, monkeypatch):
-    """T3: whether messages move as early or as late as they may, two ranks compute what one does, and no transfer is left."""
+    """T3: whether messages move as early or as late as they may, two ranks compute what one does, and no
+    transfer is left.
+    """
     ranks = two_ranks(backend, monkeypatch, when, pipeline__schedule=schedule)
     losses, state = one_rank()
     for number in range(3):
         results = ranks.step(number, batch(number, MICROBATCHES))
         assert [float(result.loss) for result in results] == [losses[number]] * 2
         for transport, assembly in zip(ranks.transports, ranks.parts, strict=True):
-            assert len(transport.pending) == 2 * MICROBATCHES and all(p.message.done and p.waited for p in transport.pending)
+            assert len(transport.pending) == 2 * MICROBATCHES and all(
+                p.message.done and p.waited for p in transport.pending
+            )
             assert assembly.engine._pending == {} and assembly.engine._events == {}
     both: dict[str, torch.Tensor] = {}
     for assembly in ranks.parts:
@@ -571,34 +623,21 @@ def test_a_send_holds_its_buffer_and_a_receive_is_waited_for(backend, when, sche
     assert differing(both, state) == []
 
 
-PAIRS = [
-    (0, "compute", "send_F"),
-    (0, "send_F", "compute"),
-    (0, "compute", "recv_B"),
-    (0, "recv_B", "compute"),
-    (1, "compute", "recv_F"),
-    (1, "recv_F", "compute"),
-    (1, "compute", "send_B"),
-    (1, "send_B", "compute"),
-]
-
-
 @pytest.mark.parametrize("when", ["early", "late"])
-@pytest.mark.parametrize(("rank", "source", "target"), PAIRS)
-def test_edges_of_transfers(backend, rank, source, target, when, monkeypatch):
-    """T4: producer → send, send → next producer, reader → receive, receive → reader, each left out on one rank: trapped within
-    two steps, at the same place whatever the timing of the messages.
+def test_edges_of_transfers(backend, when, monkeypatch):
+    """T4: producer → send, send → next producer, reader → receive, receive → reader, each left out on one
+    rank: trapped in the first step, at the same place whatever the timing of the messages.
     """
     ranks = two_ranks(backend, monkeypatch, when)
-    drop_edges(ranks.parts[rank], lambda s, t, _: (s, t) == (source, target))
-    with pytest.raises(StreamOrderError) as caught:
-        for number in range(2):
-            ranks.step(number, batch(number, MICROBATCHES))
-    key = (rank, source, target)
-    first = FIRST_TRAPS[key]
-    assert str(caught.value).startswith(first), str(caught.value)
-    transfer = source if target == "compute" else target
-    assert {caught.value.place["stream"], caught.value.place["other_stream"]} == {"compute", transfer}
+    for (rank, source, target), first in FIRST_TRAPS.items():
+        clock = ranks.parts[rank].ledger.streams
+        drop_edges(ranks.parts[rank], lambda s, t, _, pair=(source, target): (s, t) == pair)
+        with pytest.raises(StreamOrderError) as caught:
+            ranks.step(0, batch(0, MICROBATCHES))
+        del clock.wait
+        assert str(caught.value).startswith(first), str(caught.value)
+        transfer = source if target == "compute" else target
+        assert {caught.value.place["stream"], caught.value.place["other_stream"]} == {"compute", transfer}
 
 
 FIRST_TRAPS = {
@@ -615,45 +654,47 @@ FIRST_TRAPS = {
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_each_single_edge_of_transfers(schedule, monkeypatch):
-    """T4, T3: the edge of every single transfer of a step, dropped in turn, on both ranks. An edge vouches for its own transfer
-    only, so a neighbour's does not hide that one is missing. (A receive's edge from the last reader may be implied by the
-    edge of the receive before it.)
+    """T3, T4: the edges of every single transfer of a step, dropped in turn, on both ranks. An edge vouches
+    for its own transfer only: a neighbour's does not hide that one is missing. (Waits for one stream right
+    after one another count as one; a receive's edge from its buffer's last reader may be implied by that
+    of the receive before it.)
     """
     ranks = two_ranks("eager", monkeypatch, pipeline__schedule=schedule)
-    step_number = iter(range(1000))
-
-    def run_step() -> None:
-        number = next(step_number)
-        ranks.step(number, batch(number, MICROBATCHES))
-
-    run_step()
     missed = []
     for rank, assembly in enumerate(ranks.parts):
-        clock = assembly.ledger.streams
         edges = drop_edges(assembly, lambda *_: False)
-        run_step()
-        count = len(edges)
-        del clock.wait
-        for number in range(count):
-            source, target = edges[number]
+        ranks.step(0, batch(0, MICROBATCHES))
+        del assembly.ledger.streams.wait
+        for numbers in runs(edges):
+            source, target = edges[numbers[0]]
             if source == target or target.startswith("recv"):
                 continue
-            drop_edges(assembly, lambda _s, _t, n, number=number: n == number)
+            drop_edges(assembly, lambda _s, _t, n, numbers=numbers: n in numbers)
             try:
-                run_step()
-                run_step()
-                missed.append((rank, source, target, number))
+                for _ in range(2):
+                    ranks.step(0, batch(0, MICROBATCHES))
+                missed.append((rank, source, target, numbers))
             except StreamOrderError as error:
                 assert {error.place["stream"], error.place["other_stream"]} == {source, target}
-            finally:
-                del clock.wait
-                for part_ in ranks.parts:
-                    part_.engine._broken = None
-            run_step()
+            del assembly.ledger.streams.wait
+            for other in ranks.parts:
+                other.engine._broken = None  # the numbers do not matter here
+            ranks.step(0, batch(0, MICROBATCHES))
     assert missed == []
 
 
-# ---- modes -----------------------------------------------------------------------------------------------------
+def runs(edges: list[tuple[str, str]]) -> list[list[int]]:
+    """The numbers of equal edges right after one another, together."""
+    found: list[list[int]] = []
+    for number, edge in enumerate(edges):
+        if found and edges[found[-1][0]] == edge:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return found
+
+
+# ---- modes -------------------------------------------------------------------------------------------------
 
 
 def test_mode_off_trains_the_same(backend):
@@ -665,7 +706,9 @@ def test_mode_off_trains_the_same(backend):
 
 
 def test_mode_trace_trains_the_same_and_writes_all_of_it(backend, tmp_path: Path):
-    """One JSON object a line, numbered without a gap; every action of every step is there, in the plan's order."""
+    """One JSON object a line, numbered without a gap; every action of every step is there, in the plan's
+    order.
+    """
     path = tmp_path / "trace.jsonl"
     assembly = make(backend, contract__mode="trace", contract__trace_file=str(path))
     results = [step(assembly, number) for number in range(3)]
@@ -679,7 +722,12 @@ def test_mode_trace_trains_the_same_and_writes_all_of_it(backend, tmp_path: Path
         ran = [f"{r['chunk']}{r['kind']}{r['microbatch']}" for r in lines if r["effect"] == "replay"]
         assert ran == plan * 3
     else:
-        assert effects["retain"] == effects["input_grad_done"] == effects["weight_grad"] == 3 * 4 * (FP8_LINEARS + 1)
+        assert (
+            effects["retain"]
+            == effects["input_grad_done"]
+            == effects["weight_grad"]
+            == 3 * 4 * (FP8_LINEARS + 1)
+        )
         assert effects["write_grad"] == 3 * 4 * len(assembly.flat.trainable_names)
     launched = [line["who"] for line in lines if line["effect"] == "launch" and line["who"] in plan]
     assert list(dict.fromkeys(launched)) == plan

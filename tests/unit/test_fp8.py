@@ -45,7 +45,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-# ---- quantise ------------------------------------------------------------------------------------------------------
+# ---- quantise ----------------------------------------------------------------------------------------------
 
 
 @FMT
@@ -58,8 +58,8 @@ def test_formats(fmt):
 
 @FMT
 def test_ties_to_even_and_saturation(fmt):
-    """Every midpoint goes to the even neighbour, its neighbours in float32 to the nearer one; beyond the largest
-    value all stay there."""
+    """Every midpoint goes to the even neighbour, its neighbours in float32 to the nearer one; beyond the
+    largest value all stay there."""
     values = grid(fmt)
     middle = (values[1:] + values[:-1]) / 2
     f32 = middle.astype(np.float32)
@@ -84,9 +84,9 @@ def test_ties_to_even_and_saturation(fmt):
     shape=st.tuples(st.integers(1, 9), st.integers(1, 9)),
 )
 def test_both_layouts_equal_float64(fmt, dtype, seed, exponent, scale, shape):
-    """rows and columns hold the same bytes, those of saturate(float32(x * scale)) on the format's grid, and each
-    layout alone gives them too. With a scale that is a power of two the product is exact, so this is the float64
-    answer; with any scale the value is within half a grid step of it."""
+    """rows and columns hold the same bytes, those of saturate(float32(x * scale)) on the format's grid, and
+    each layout alone gives them too. With a scale that is a power of two the product is exact, so this is the
+    float64 answer; with any scale the value is within half a grid step of it."""
     x = random(*shape, seed=seed, dtype=dtype, scale=2.0**exponent)
     if dtype is torch.float64:
         x = x.float().double()
@@ -112,7 +112,9 @@ def test_both_layouts_equal_float64(fmt, dtype, seed, exponent, scale, shape):
     only_columns = quantise(x, scalar(scale), fmt, rows=False)
     assert only_rows.columns is None and only_columns.rows is None
     assert only_rows.rows is not None and only_columns.columns is not None
-    assert torch.equal(bits(only_rows.rows), bits(q.rows)) and torch.equal(bits(only_columns.columns), bits(q.columns))
+    assert torch.equal(bits(only_rows.rows), bits(q.rows)) and torch.equal(
+        bits(only_columns.columns), bits(q.columns)
+    )
 
 
 def test_non_contiguous_input():
@@ -129,7 +131,9 @@ def test_input_is_not_changed():
     assert torch.equal(x, before)
 
 
-@given(values=st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=12), order=st.randoms())
+@given(
+    values=st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=12), order=st.randoms()
+)
 def test_amax_max_merges(values, order):
     """The slot ends at the largest |x| of all microbatches, in any order, starting from EMPTY."""
     order.shuffle(values)
@@ -181,7 +185,8 @@ def test_nan_stays_nan():
 @FMT
 @pytest.mark.parametrize("margin", [0, 1, 3])
 def test_current_scale(fmt, margin):
-    """max |x| lands on the format's edge divided by 2**margin; no amax gives 1; non-finite input is never hidden."""
+    """max |x| lands on the format's edge divided by 2**margin; no amax gives 1; non-finite input is never
+    hidden."""
     x = random(5, 7, seed=4, dtype=torch.float32)
     amax = np.float32(x.abs().max())
     assert current_scale(x, fmt, margin).item() == np.float32(np.float32(fmt.max) / amax) / 2.0**margin
@@ -196,7 +201,7 @@ def test_current_scale(fmt, margin):
         assert torch.isnan(dequantise(q.rows, q.scale_inv)[0, 0])
 
 
-# ---- products ------------------------------------------------------------------------------------------------------
+# ---- products ----------------------------------------------------------------------------------------------
 
 
 def operands(seed: int, m: int, n: int, k: int, a_fmt: Format = E4M3, b_fmt: Format = E4M3):
@@ -244,7 +249,8 @@ def test_scaled_mm_equals_torch(a_fmt):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_accumulate(dtype):
-    """G1: beta 0 leaves nothing of what was there, NaN included; beta 1 adds; neighbours in the flat buffer stay."""
+    """G1: beta 0 leaves nothing of what was there, NaN included; beta 1 adds; neighbours in the flat buffer
+    stay."""
     m, n, k = 4, 6, 9
     a, b = random(m, k, seed=30, dtype=dtype), random(n, k, seed=31, dtype=dtype)
     flat = torch.full((m * n + 20,), float("nan"), dtype=dtype)
@@ -273,7 +279,7 @@ def test_accumulate_scaled(dtype):
     assert ((out.double() - 2 * exact).abs() <= 3 * bound).all()
 
 
-# ---- recipes -------------------------------------------------------------------------------------------------------
+# ---- recipes -----------------------------------------------------------------------------------------------
 
 
 class Recorder:
@@ -307,7 +313,12 @@ def test_delayed_operand(delayed, kind, fmt):
     x, scope = random(4, 6, seed=50, dtype=torch.float32), Recorder()
     q = recipe.operand("b", kind, x, scope)
     wanted = quantise(x, timeline.scale_of(f"b.{kind}"), fmt)
-    assert q.rows is not None and wanted.rows is not None and q.columns is not None and wanted.columns is not None
+    assert (
+        q.rows is not None
+        and wanted.rows is not None
+        and q.columns is not None
+        and wanted.columns is not None
+    )
     assert q.rows.dtype == fmt.dtype and torch.equal(bits(q.rows), bits(wanted.rows))
     assert torch.equal(bits(q.columns), bits(wanted.columns))
     assert scope.read == scope.reported == [f"b.{kind}"]
@@ -339,7 +350,8 @@ def test_delayed_weight_and_observe(delayed):
 
 
 def test_roles():
-    """Three roles per linear: E4M3 forward ones, the output gradient backward in E5M2; none for current scaling."""
+    """Three roles per linear: E4M3 forward ones, the output gradient backward in E5M2; none for current
+    scaling."""
     roles = {role.name: (str(role.direction), role.fp8_max) for role in DelayedScaling().roles("x")}
     assert roles == {
         "x.input": ("forward", 448.0),
@@ -365,12 +377,12 @@ def test_current_scaling(margin):
         assert q.scale_inv.item() == current_scale(x, E4M3, margin).reciprocal().item()
 
 
-# ---- the weight cache ----------------------------------------------------------------------------------------------
+# ---- the weight cache --------------------------------------------------------------------------------------
 
 
 def test_weight_cache(delayed):
-    """Q(BF16(master), scale) in both layouts, in storages that never move; a moving scale changes a cache at its
-    refresh only (S1); the amax of the BF16 weight enters the open window."""
+    """Q(BF16(master), scale) in both layouts, in storages that never move; a moving scale changes a cache at
+    its refresh only (S1); the amax of the BF16 weight enters the open window."""
     recipe, timeline = delayed
     masters = {"a.weight": random(4, 6, seed=60, dtype=torch.float32), "b.weight": random(6, 2, seed=61)}
     cache = WeightCache(
@@ -379,7 +391,9 @@ def test_weight_cache(delayed):
     assert cache.names == list(masters) and cache.layer_of("b.weight") == "b"
 
     def addresses() -> dict[str, tuple[int, ...]]:
-        return {n: tuple(t.data_ptr() for t in (c.rows, c.columns, c.scale_inv)) for n, c in cache.cached.items()}
+        return {
+            n: tuple(t.data_ptr() for t in (c.rows, c.columns, c.scale_inv)) for n, c in cache.cached.items()
+        }
 
     start = addresses()
     for _ in range(2):
@@ -393,7 +407,9 @@ def test_weight_cache(delayed):
             assert torch.equal(bits(cached.columns), bits(wanted.columns))
             assert cached.scale_inv.item() == 1 / scale.item()
             assert timeline.slot_of(name).item() >= master.bfloat16().abs().max().item()
-        live = [t.view(torch.uint8) for c in cache.cached.values() for t in (c.rows, c.columns, c.scale_inv[None])]
+        live = [
+            t.view(torch.uint8) for c in cache.cached.values() for t in (c.rows, c.columns, c.scale_inv[None])
+        ]
         before = [tensor.clone() for tensor in live]
         timeline.scale.mul_(0.5)
         for master in masters.values():

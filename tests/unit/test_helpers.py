@@ -59,8 +59,8 @@ def test_the_failing_rank_is_named_with_its_traceback() -> None:
 def test_a_hang_ends_at_the_timeout_and_shows_where() -> None:
     started = time.monotonic()
     with pytest.raises(DistributedError, match=r"(?s)time ran out.*about to hang.*in _hang"):
-        run_distributed(_hang, 1, timeout=6, init=False)
-    assert time.monotonic() - started < 12
+        run_distributed(_hang, 1, timeout=12, init=False)
+    assert time.monotonic() - started < 20
 
 
 def test_single_ranks_can_be_killed() -> None:

@@ -42,7 +42,7 @@ def test_no_variables_is_one_process() -> None:
 
 def test_torchrun() -> None:
     env = LaunchEnv.from_mapping(launch_environment(1, 2, 4567) | {"TORCHELASTIC_RESTART_COUNT": "3"})
-    assert env == LaunchEnv(1, 2, 1, "127.0.0.1", 4567, 3, "torchrun")
+    assert env == LaunchEnv(1, 2, 1, "127.0.0.1", 4567, 3, "torchrun", agent_store=True)
 
 
 def test_torchrun_inside_srun_wins() -> None:

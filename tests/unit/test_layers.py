@@ -1,84 +1,30 @@
-"""Each layer's F, I and W against float64 autograd of a plain torch formulation, and what it does to contract state."""
+"""Each layer's F, I and W against float64 autograd of a plain torch formulation, and what it does to contract
+state."""
 
 from __future__ import annotations
-
-import hashlib
-import math
-from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 import torch.nn.functional as functional
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
-from models.decoder import DecoderBlock
 from qeffect_lm.contract.errors import LeaseError, StaleWeightError
 from qeffect_lm.contract.timeline import EMPTY
 from qeffect_lm.fp8.quantise import E4M3, E5M2, Format
 from qeffect_lm.fp8.recipes import CurrentScaling, DelayedScaling
-from qeffect_lm.layers.attention import Attention, KVCache
 from qeffect_lm.layers.base import Layer
 from qeffect_lm.layers.context import LayerContext, Phase
-from qeffect_lm.layers.dropout import KeyedDropout, host_key, keyed_uniform_bits
 from qeffect_lm.layers.embedding import Embedding
 from qeffect_lm.layers.linear import SplitLinear, WeightGradOperands
 from qeffect_lm.layers.loss import CrossEntropyLoss
 from qeffect_lm.layers.mlp import SwiGLU
 from qeffect_lm.layers.norm import RMSNorm
-from qeffect_lm.layers.rope import apply_rope, rope_tables
-from tests.unit.layer_harness import SEEDED, Harness, Microbatch, plain_attention, random
-
-# Allowed error relative to the largest value: a few roundings of bfloat16, some hundred of the wide types.
-BOUND = {torch.float64: 200 * 2.0**-53, torch.float32: 200 * 2.0**-24, torch.bfloat16: 4 * 2.0**-8}
-
-
-def close(got: torch.Tensor, want: torch.Tensor, factor: float = 1.0, dtype: torch.dtype | None = None) -> None:
-    """``got`` is within ``factor`` times the bound of its dtype (or of ``dtype``) of ``want``."""
-    size = max(1.0, want.abs().max().item())
-    error = (got.double() - want.double()).abs().max().item()
-    assert got.shape == want.shape and error <= factor * BOUND[dtype or got.dtype] * size, (error, size)
-
-
-def check(
-    harness: Harness,
-    reference: Callable[[dict[str, torch.Tensor], torch.Tensor], torch.Tensor],
-    batches: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    factor: float = 1.0,
-) -> None:
-    """F, I and W of some microbatches equal float64 autograd of ``reference(parameters, x)``, gradients summed over
-    microbatches."""
-    wide = {n: p.detach().double().requires_grad_(n in harness.grads) for n, p in harness.parameters.items()}
-    microbatches = [harness.microbatch(number, x, dy) for number, (x, dy) in enumerate(batches)]
-    harness.run(microbatches)
-    total = []
-    for m, (x, dy) in zip(microbatches, batches, strict=True):
-        leaf = x.double().requires_grad_()
-        out = reference(wide, leaf)
-        total.append((out * dy.double()).sum())
-        close(m.out, out.detach(), factor)
-        (dx,) = torch.autograd.grad(total[-1], leaf, retain_graph=True)
-        close(m.dx, dx, factor)
-    names = list(harness.grads)
-    leaves = [wide[name] for name in names]
-    grads = torch.autograd.grad(sum(total), leaves, allow_unused=True) if leaves else ()
-    for name, grad in zip(names, grads, strict=True):
-        want = torch.zeros_like(wide[name]) if grad is None else grad
-        close(harness.grads[name], want, factor, harness.parameters[name].dtype)
-
-
-def pairs(count: int, x_shape: Sequence[int], dy_shape: Sequence[int], dtype: torch.dtype, seed: int = 100):
-    return [
-        (random(*x_shape, seed=seed + 2 * i, dtype=dtype), random(*dy_shape, seed=seed + 2 * i + 1, dtype=dtype))
-        for i in range(count)
-    ]
-
+from tests.unit.layer_harness import SEEDED, Harness, Microbatch, check, close, pairs, random
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 
 
-# ---- the split linear ----------------------------------------------------------------------------------------------
+# ---- the split linear --------------------------------------------------------------------------------------
 
 
 @DTYPES
@@ -97,7 +43,8 @@ def test_linear(dtype, bias):
 
 
 def cast_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """By how much a value may move when it is cast to FP8 with ``scale`` and back: half a step of its grid."""
+    """By how much a value may move when it is cast to FP8 with ``scale`` and back: half a step of its
+    grid."""
     digits, smallest = (4, 2.0**-6) if fmt is E4M3 else (3, 2.0**-14)
     assert (x.abs() * scale <= fmt.max * (1 + 2.0**-20)).all(), "the scale leaves no value beyond the edge"
     return torch.maximum(x.abs(), smallest / scale) * 2.0**-digits * (1 + 2.0**-18)
@@ -112,8 +59,8 @@ def product_bound(a: torch.Tensor, da: torch.Tensor, b: torch.Tensor, db: torch.
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("recipe", [DelayedScaling, CurrentScaling])
 def test_linear_fp8(recipe, bias):
-    """Each of the three products stays within the bound that follows from half a grid step per operand (the weight
-    counts as BF16), with delayed scales other than 1 after a roll; amax slots hold what was cast."""
+    """Each of the three products stays within the bound that follows from half a grid step per operand (the
+    weight counts as BF16), with delayed scales other than 1 after a roll; amax slots hold what was cast."""
     layer = SplitLinear("linear", 24, 16, bias=bias, recipe=recipe())
     harness = Harness(layer)
     harness.fill(2, scale=0.05)
@@ -154,8 +101,14 @@ def test_linear_fp8(recipe, bias):
     if bias:
         close(harness.grads["linear.bias"], torch.stack([dy for _, dy in flat]).sum(dim=(0, 1)))
     if recipe is DelayedScaling:
-        for kind, tensors in (("input", [x for x, _ in flat]), ("grad_output", [dy for _, dy in flat]), ("weight", [w])):
-            assert harness.timeline.slot_of(f"linear.{kind}").item() == max(t.abs().max().item() for t in tensors)
+        for kind, tensors in (
+            ("input", [x for x, _ in flat]),
+            ("grad_output", [dy for _, dy in flat]),
+            ("weight", [w]),
+        ):
+            assert harness.timeline.slot_of(f"linear.{kind}").item() == max(
+                t.abs().max().item() for t in tensors
+            )
 
 
 def test_linear_fp8_is_the_product_of_its_casts():
@@ -180,8 +133,8 @@ def test_linear_fp8_is_the_product_of_its_casts():
 
 @pytest.mark.parametrize("recipe", [None, DelayedScaling, CurrentScaling])
 def test_weight_gradient_owns_its_operands(recipe):
-    """I2: x and dY lie in border buffers that the next microbatch overwrites before W; W's result does not change.
-    Nothing it retains shares a storage with them."""
+    """I2: x and dY lie in border buffers that the next microbatch overwrites before W; W's result does not
+    change. Nothing it retains shares a storage with them."""
 
     def run(overwrite: bool) -> torch.Tensor:
         layer = SplitLinear("linear", 6, 4, recipe=recipe() if recipe else None)
@@ -257,8 +210,8 @@ def test_weight_gradients_by_key_in_any_order():
 
 @pytest.mark.parametrize("recipe", [None, DelayedScaling])
 def test_evaluation_writes_nothing(recipe):
-    """S6: a forward in EVAL on inputs 50 times larger moves no slot, no gradient and no lease, and is the same
-    product."""
+    """S6: a forward in EVAL on inputs 50 times larger moves no slot, no gradient and no lease, and is the
+    same product."""
     harness = Harness(SplitLinear("linear", 6, 4, recipe=recipe() if recipe else None))
     harness.fill(7)
     harness.timeline.open_amax.fill_(EMPTY)
@@ -314,7 +267,7 @@ def test_unbound_layers_say_so():
         layer.grad_view()
 
 
-# ---- norm, MLP, loss, embedding ------------------------------------------------------------------------------------
+# ---- norm, MLP, loss, embedding ----------------------------------------------------------------------------
 
 
 @DTYPES
@@ -356,7 +309,9 @@ def test_swiglu_activation(dtype):
 
 
 def test_swiglu():
-    gate_up, down = (SplitLinear(f"mlp.{n}", i, o, dtype=torch.float64) for n, i, o in (("gate_up", 4, 10), ("down", 5, 4)))
+    gate_up, down = (
+        SplitLinear(f"mlp.{n}", i, o, dtype=torch.float64) for n, i, o in (("gate_up", 4, 10), ("down", 5, 4))
+    )
     harness = Harness(SwiGLU("mlp", gate_up, down))
     harness.fill(11)
 
@@ -408,7 +363,8 @@ def test_uneven_masks_equal_one_big_batch():
 
 @DTYPES
 def test_embedding(dtype):
-    """Repeated tokens add, in one microbatch and over several; rows of absent tokens are 0, not what was there."""
+    """Repeated tokens add, in one microbatch and over several; rows of absent tokens are 0, not what was
+    there."""
     harness = Harness(Embedding("embedding", 6, 3, dtype), first=True)
     harness.fill(14)
     tokens = [torch.tensor([[1, 1, 4], [1, 0, 4]]), torch.tensor([[4, 4, 4], [2, 2, 1]])]
@@ -429,244 +385,12 @@ def test_embedding(dtype):
     assert torch.equal(plain, weight[tokens[0]])
 
 
-# ---- rope and attention --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("theta", [10000.0, 500000.0])
-def test_rope(theta):
-    """The pair (i, i + d/2) at position p is one complex number times exp(i p theta**(-2i/d))."""
-    cos, sin = rope_tables(9, 8, theta, torch.float64)
-    assert cos.shape == sin.shape == (9, 4)
-    x = random(2, 3, 9, 8, seed=20)
-    z = torch.complex(x[..., :4], x[..., 4:])
-    frequency = theta ** (-torch.arange(4, dtype=torch.float64) * 2 / 8)
-    turned = z * torch.exp(1j * torch.arange(9, dtype=torch.float64)[:, None] * frequency)
-    got = apply_rope(x, cos, sin)
-    close(got, torch.cat([turned.real, turned.imag], dim=-1))
-    assert torch.equal(got[:, :, 0], x[:, :, 0]), "position 0 is not turned"
-    q, k = random(8, seed=21).expand(1, 1, 9, 8), random(8, seed=22).expand(1, 1, 9, 8)
-    scores = (apply_rope(q, cos, sin) @ apply_rope(k, cos, sin).transpose(-1, -2))[0, 0]
-    for offset in range(9):  # only the distance counts
-        diagonal = scores.diagonal(offset)
-        close(diagonal, diagonal[:1].expand_as(diagonal))
-    exact = rope_tables(4096, 8, theta, torch.float64)[1]
-    close(rope_tables(4096, 8, theta, torch.float32)[1], exact, factor=0.006)
-
-
-def attention(heads: int, kv_heads: int, head_dim: int, hidden: int, **kwargs) -> Attention:
-    dtype = kwargs.setdefault("dtype", torch.float64)
-    qkv = SplitLinear("attention.qkv", hidden, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
-    out = SplitLinear("attention.out", heads * head_dim, hidden, dtype=dtype)
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "max_positions": 16, "rope_theta": 100.0}
-    return Attention("attention", qkv, out, **sizes, **kwargs)
-
-
-ROWS = {
-    # H2, H3: 4 query heads, 2 KV heads: q0 q1 k0 v0 q2 q3 k1 v1.
-    (4, 2): ([0, 1, 4, 5], [2, 2, 6, 6], [3, 3, 7, 7]),
-    # multi-head: q0 k0 v0 q1 k1 v1; multi-query: q0 q1 q2 k0 v0.
-    (2, 2): ([0, 3], [1, 4], [2, 5]),
-    (3, 1): ([0, 1, 2], [3, 3, 3], [4, 4, 4]),
-}
-
-
-@pytest.mark.parametrize("head_dim", [4, 6])  # H4: 6 is not hidden / heads
-@pytest.mark.parametrize("heads", ROWS, ids=str)
-def test_attention(heads, head_dim):
-    harness = Harness(attention(*heads, head_dim, 8))
-    harness.fill(23)
-
-    def reference(p, x):
-        weights = p["attention.qkv.weight"], p["attention.out.weight"]
-        return plain_attention(x, *weights, ROWS[heads], head_dim, theta=100.0)
-
-    check(harness, reference, pairs(2, (2, 5, 8), (2, 5, 8), torch.float64), factor=5)
-
-
-def test_grouped_rows_exactly():
-    """H2, H3 without arithmetic: the rows of v1 (row 7) reach query heads 2 and 3 and no other; those of q0 (row 0)
-    change head 0 alone."""
-    layer = attention(4, 2, 2, 8)
-    harness = Harness(layer)
-    harness.fill(24)
-    with torch.no_grad():
-        layer.out.weight.copy_(torch.eye(8, dtype=torch.float64))
-    x = random(1, 5, 8, seed=25)
-    context = LayerContext(Phase.EVAL, key=torch.zeros((), dtype=torch.int64))
-
-    def touched(row: int) -> list[int]:
-        with torch.no_grad():
-            before = layer(x, context)
-            layer.qkv.weight[2 * row : 2 * row + 2].add_(1.0)
-            after = layer(x, context)
-            layer.qkv.weight[2 * row : 2 * row + 2].sub_(1.0)
-        return [head for head in range(4) if not torch.equal(before[..., 2 * head : 2 * head + 2], after[..., 2 * head : 2 * head + 2])]
-
-    assert [touched(row) for row in range(8)] == [[0], [1], [0, 1], [0, 1], [2], [3], [2, 3], [2, 3]]
-
-
-def test_attention_is_causal_and_bounded():
-    layer = attention(4, 2, 4, 8)
-    harness = Harness(layer)
-    harness.fill(26)
-    context = LayerContext(Phase.EVAL, key=torch.zeros((), dtype=torch.int64))
-    x = random(1, 16, 8, seed=27)
-    changed = x.clone()
-    changed[:, 9:] += 1.0
-    with torch.no_grad():
-        a, b = layer(x, context), layer(changed, context)
-        assert torch.equal(a[:, :9], b[:, :9]) and not torch.equal(a[:, 9:], b[:, 9:])
-        with pytest.raises(ValueError, match="attention: position 17 is past the table of 16"):
-            layer(torch.zeros(1, 17, 8, dtype=torch.float64), context)
-
-
-@pytest.mark.parametrize("pieces", [[1] * 12, [5, 1, 1, 4, 1], [12], [1, 11], [7, 5]], ids=str)
-def test_generation_with_cache_equals_full_forward(pieces):
-    """Two decoder blocks, token by token or several at a time: the same activations as in one go."""
-    blocks = nn.ModuleList()
-    for i in range(2):
-        at, width = f"layers.{i}", 8
-        layer = attention(4, 2, 4, width)
-        layer.name = f"{at}.attention"
-        layer.qkv.name, layer.out.name = f"{at}.attention.qkv", f"{at}.attention.out"
-        mlp = SwiGLU(
-            f"{at}.mlp",
-            SplitLinear(f"{at}.mlp.gate_up", width, 24, dtype=torch.float64),
-            SplitLinear(f"{at}.mlp.down", 12, width, dtype=torch.float64),
-        )
-        norms = [RMSNorm(f"{at}.{n}", width, dtype=torch.float64) for n in ("attention_norm", "mlp_norm")]
-        blocks.append(DecoderBlock(at, norms[0], layer, norms[1], mlp, 0.0))
-    Harness(blocks).fill(28)
-    x = random(2, 12, 8, seed=29)
-
-    @torch.no_grad()
-    def forward(part: torch.Tensor, cache: KVCache | None) -> torch.Tensor:
-        context = LayerContext(Phase.EVAL, key=torch.zeros((), dtype=torch.int64), cache=cache)
-        for block in blocks:
-            part = block(part, context)
-        return part
-
-    cache, done = KVCache({}), []
-    for part in x.split(pieces, dim=1):
-        done.append(forward(part, cache))
-        cache.seen += part.shape[1]
-    close(torch.cat(done, dim=1), forward(x, None), factor=5)
-    assert sorted(cache.entries) == ["layers.0.attention", "layers.1.attention"]
-    assert cache.entries["layers.1.attention"][0].shape == (2, 2, 12, 4)
-
-
-# ---- keyed dropout -------------------------------------------------------------------------------------------------
-
-
-def key(*parts: int) -> torch.Tensor:
-    return torch.tensor(host_key(*parts))
-
-
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_dropout_mean_and_scale(p):
-    """Kept with probability 1 - p within five standard deviations, and scaled so that the mean stays."""
-    count = 40000
-    out = KeyedDropout("layer", p)(torch.ones(count), LayerContext(Phase.TRAIN, key=key(1, 2)))
-    kept = out != 0
-    assert abs(kept.double().mean().item() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / count)
-    assert torch.equal(out[kept], torch.full((int(kept.sum()),), 1.0) * (1.0 / (1.0 - p)))
-    flips = (kept[1:] != kept[:-1]).double().mean().item()  # neighbours are independent
-    assert abs(flips - 2 * p * (1 - p)) < 5 * math.sqrt(0.25 / count)
-
-
-def test_dropout_mask_is_a_function_of_key_role_and_element():
-    """The same key gives the same mask whatever ran before or how the tensor is shaped; another seed, step,
-    microbatch, rank or layer gives another."""
-    x = torch.ones(8, 64)
-    layer = KeyedDropout("layers.0.mlp_dropout", 0.5)
-
-    def mask(*parts: int, layer: KeyedDropout = layer, x: torch.Tensor = x) -> torch.Tensor:
-        return layer(x, LayerContext(Phase.TRAIN, key=key(*parts))) != 0
-
-    first = mask(1234, 5, 2, 0)
-    torch.rand(100)
-    mask(1234, 5, 3, 0)
-    assert torch.equal(mask(1234, 5, 2, 0), first)
-    assert torch.equal(mask(1234, 5, 2, 0, x=x.view(4, 128)).view(8, 64), first)
-    assert torch.equal(mask(1234, 5, 2, 0, x=x.double()), first)
-    others = [mask(1235, 5, 2, 0), mask(1234, 6, 2, 0), mask(1234, 5, 3, 0), mask(1234, 5, 2, 1)]
-    others.append(mask(1234, 5, 2, 0, layer=KeyedDropout("layers.1.mlp_dropout", 0.5)))
-    everything = [first, *others]
-    for i, a in enumerate(everything):
-        for b in everything[:i]:
-            agreement = (a == b).double().mean().item()
-            assert abs(agreement - 0.5) < 5 * math.sqrt(0.25 / x.numel()), "independent of each other"
-
-
-def test_dropout_leaves_generators_alone():
-    before = torch.get_rng_state()
-    KeyedDropout("layer", 0.5)(torch.ones(10), LayerContext(Phase.TRAIN, key=key(1)))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_dropout_backward_uses_the_same_mask():
-    harness = Harness(KeyedDropout("layer", 0.25))
-    batches = pairs(2, (3, 40), (3, 40), torch.float64)
-    microbatches = [harness.microbatch(i, *pair) for i, pair in enumerate(batches)]
-    harness.run(microbatches)
-    masks = []
-    for m, (x, dy) in zip(microbatches, batches, strict=True):
-        kept = (m.out != 0).double()
-        close(m.out, x * kept / 0.75)
-        close(m.dx, dy * kept / 0.75)
-        masks.append(kept)
-    assert not torch.equal(*masks)
-
-
-def test_dropout_phases_and_range():
-    x = torch.ones(4, 50)
-    for phase, changes in ((Phase.TRAIN, True), (Phase.CALIBRATE, True), (Phase.EVAL, False)):
-        assert torch.equal(KeyedDropout("layer", 0.5)(x, LayerContext(phase, key=key(1))), x) != changes
-    assert KeyedDropout("layer", 0.0)(x, LayerContext(Phase.TRAIN, key=key(1))) is x
-    for p in (-0.1, 1.0, 2.0):
-        with pytest.raises(ValueError, match=r"layer: a dropout probability lies in \[0, 1\)"):
-            KeyedDropout("layer", p)
-
-
-def splitmix64(counter: int, start: int) -> int:
-    """Steele, Lea and Flood's generator in Python integers: output number ``counter`` from state ``start``."""
-    mask = (1 << 64) - 1
-    z = (start + counter * 0x9E3779B97F4A7C15) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return z ^ (z >> 31)
-
-
-@settings(max_examples=30)
-@given(seed=st.integers(0, 2**40), role=st.integers(-(2**63), 2**63 - 1))
-def test_random_bits_are_splitmix64(seed, role):
-    """Against the published generator with unbounded integers: the wrapping int64 arithmetic is right."""
-    k = host_key(seed)
-    got = keyed_uniform_bits(torch.Size([2, 5]), torch.tensor(k), role)
-    start = splitmix64(0, (k ^ role) & ((1 << 64) - 1))
-    assert got.flatten().tolist() == [splitmix64(i, start) >> 40 for i in range(10)]
-
-
-def test_splitmix64_reference():
-    """The published first outputs of seed 1234567."""
-    outputs = [splitmix64(i, 1234567) for i in range(1, 4)]
-    assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
-
-
-def test_host_key():
-    """Separated parts, both signs, fixed for ever (checkpoints of another machine rely on it)."""
-    assert host_key(1, 23) != host_key(12, 3) and host_key("a", "b") != host_key("ab")
-    keys = [host_key(i) for i in range(1000)]
-    assert len(set(keys)) == 1000 and min(keys) < 0 < max(keys) and max(map(abs, keys)) < 2**63
-    first = hashlib.sha256(b"\0".join([b"1234", b"init", b"2", b"0"])).digest()[:8]
-    assert host_key(1234, "init", 2, 0) == int.from_bytes(first, "little", signed=True)
-
-
-# ---- frozen and unused parameters (G6) -----------------------------------------------------------------------------
+# ---- frozen and unused parameters (G6) ---------------------------------------------------------------------
 
 
 class Stack(Layer):
-    """A user's block: a split linear with bias, a norm, a plain torch module, and parameters that take no part."""
+    """A user's block: a split linear with bias, a norm, a plain torch module, and parameters that take no
+    part."""
 
     def __init__(self) -> None:
         super().__init__("stack")
@@ -690,7 +414,8 @@ NAMES = ["frozen", "linear.bias", "linear.weight", "norm.weight", "plain.bias", 
 
 
 def test_unused_parameter_has_gradient_zero():
-    """G6: not the 7.0 that was there; a user's plain torch module is finished in I like any cheap parameter."""
+    """G6: not the 7.0 that was there; a user's plain torch module is finished in I like any cheap
+    parameter."""
     harness = Harness(Stack())
     harness.fill(30)
     assert sorted(harness.parameters) == [f"stack.{name}" for name in NAMES]
@@ -759,7 +484,8 @@ class Forgetful(Layer):
 
 @pytest.mark.parametrize("call", [True, False])
 def test_unused_split_layer_is_an_error_that_names_it(call):
-    """G6: its weight gradient would never be written; that is said, by name, and last step's is never taken."""
+    """G6: its weight gradient would never be written; that is said, by name, and last step's is never
+    taken."""
     harness = Harness(Forgetful(call))
     harness.fill(34)
     m = harness.microbatch(0, *pairs(1, (3, 4), (3, 4), torch.float64)[0])

@@ -55,13 +55,15 @@ def test_axes_not_named_have_size_one():
 
 @given(sizes=SIZES)
 def test_groups(sizes):
-    """All ranks create the same groups in the same order; each axis' groups partition the world; a rank's own is that
-    of its peers, and an axis of size 1 has none."""
+    """All ranks create the same groups in the same order; each axis' groups partition the world; a rank's own
+    is that of its peers, and an axis of size 1 has none."""
     orders = []
     with pytest.MonkeyPatch.context() as patch:
         for rank in range(Mesh(sizes).world):
             made: list[tuple[int, ...]] = []
-            patch.setattr(mesh_module.dist, "new_group", lambda ranks, made=made: made.append(tuple(ranks)) or ranks)
+            patch.setattr(
+                mesh_module.dist, "new_group", lambda ranks, made=made: made.append(tuple(ranks)) or ranks
+            )
             mesh = Mesh(sizes, rank)
             mesh.create_groups()
             orders.append(made)

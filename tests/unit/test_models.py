@@ -1,5 +1,6 @@
-"""The decoder: parameter specs equal what chunks hold for every split, initial weights do not depend on the layout, FP8
-where it belongs, and the whole model's gradients against float64 autograd of a plain formulation."""
+"""The decoder: parameter specs equal what chunks hold for every split, initial weights do not depend on the
+layout, FP8 where it belongs, and the whole model's gradients against float64 autograd of a plain
+formulation."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ SPLITS = [(5,), (3, 2), (1, 4), (2, 2, 1), (0, 5), (5, 0), (2, 0, 3), (0, 0, 5, 
 
 @pytest.mark.parametrize("counts", SPLITS, ids=str)
 def test_specs_equal_what_chunks_hold(counts):
-    """G6: any split, uneven or with empty stages: the chunks together hold each parameter of the specs once, in global
-    order, with its shape; a meta chunk says the same without storage."""
+    """G6: any split, uneven or with empty stages: the chunks together hold each parameter of the specs once,
+    in global order, with its shape; a meta chunk says the same without storage."""
     model = decoder()
     specs = model.parameters()
     chunks = [model.chunk(i, counts) for i in range(len(counts))]
@@ -76,7 +77,8 @@ def test_layer_range(counts):
 
 
 def test_specs_say_how_to_initialise_and_decay():
-    """Norms are ones and do not decay; what writes to the residual stream starts smaller; axes fit the shapes."""
+    """Norms are ones and do not decay; what writes to the residual stream starts smaller; axes fit the
+    shapes."""
     for spec in decoder(init_std=0.5).parameters():
         norm = "norm" in spec.name
         assert (spec.init_std is None, spec.decay) == (norm, not norm)
@@ -87,10 +89,12 @@ def test_specs_say_how_to_initialise_and_decay():
             assert spec.axes == ((None, "tp") if into_residual else ("tp", None))
 
 
-# ---- initial weights -----------------------------------------------------------------------------------------------
+# ---- initial weights ---------------------------------------------------------------------------------------
 
 
-def initial(names: list[str] | None = None, seed: int = 1234, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def initial(
+    names: list[str] | None = None, seed: int = 1234, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
     specs = {spec.name: spec for spec in decoder().parameters()}
     names = list(specs) if names is None else names
     made = {name: torch.full(specs[name].shape, torch.nan, dtype=dtype) for name in names}
@@ -126,21 +130,34 @@ def test_assembly_starts_equal_on_every_layout():
     for plan in (None, local_plan(2, 4), local_plan(3, 4)):
         assembly = assemble(config(), plan=plan)
         assembly.rebuild_caches()
-        runs.append({t.name: t.tensor.view(torch.uint8) if t.tensor.dtype.itemsize == 1 else t.tensor for t in assembly.logical_tensors()})
+        runs.append(
+            {
+                t.name: t.tensor.view(torch.uint8) if t.tensor.dtype.itemsize == 1 else t.tensor
+                for t in assembly.logical_tensors()
+            }
+        )
     assert differing(runs[0], runs[1]) == [] and differing(runs[0], runs[2]) == []
-    assert differing(runs[0], {t.name: t.tensor for t in assemble(config(run__seed=2)).logical_tensors()}) != []
+    assert (
+        differing(runs[0], {t.name: t.tensor for t in assemble(config(run__seed=2)).logical_tensors()}) != []
+    )
 
 
-# ---- FP8, dropout, family ------------------------------------------------------------------------------------------
+# ---- FP8, dropout, family ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 0), (1, 0), (0, 2), (2, 1), (5, 0), (3, 3)])
 def test_where_fp8_is(first, last):
-    """Decoder linears only, less the kept layers at both ends; never embedding and head; on every split alike."""
+    """Decoder linears only, less the kept layers at both ends; never embedding and head; on every split
+    alike."""
     model = decoder(recipe=DelayedScaling(), high_precision_first=first, high_precision_last=last)
     wanted = {f"layers.{i}" for i in range(first, LAYERS - last)}
     for counts in SPLITS:
-        linears = [m for i in range(len(counts)) for m in model.chunk(i, counts).modules() if isinstance(m, SplitLinear)]
+        linears = [
+            m
+            for i in range(len(counts))
+            for m in model.chunk(i, counts).modules()
+            if isinstance(m, SplitLinear)
+        ]
         in_fp8 = [m.name for m in linears if m.recipe is not None]
         assert len(linears) == 4 * LAYERS + 1 and len(in_fp8) == 4 * len(wanted)
         assert {".".join(name.split(".")[:2]) for name in in_fp8} == wanted
@@ -156,23 +173,32 @@ def test_dropout_layers_have_their_own_names():
 
 def test_family():
     """The configuration's sizes reach the model; an unknown family is refused by name."""
-    sizes = {"model__head_dim": 10, "model__rope_theta": 77.0, "model__norm_eps": 0.25, "model__init_std": 0.5}
+    sizes = {
+        "model__head_dim": 10,
+        "model__rope_theta": 77.0,
+        "model__norm_eps": 0.25,
+        "model__init_std": 0.5,
+    }
     settings_ = config(**sizes, precision__fp8__recipe="none")
     model = build_model(settings_, None, torch.float32)
     chunk = model.chunk(0, [4])
     attention = chunk.blocks[1].attention
     assert (attention.heads, attention.kv_heads, attention.head_dim) == (4, 2, 10)
-    assert attention.cos.shape == (16, 5) and attention.cos[1, 1].item() == pytest.approx(math.cos(77.0**-0.2))
+    assert attention.cos.shape == (16, 5) and attention.cos[1, 1].item() == pytest.approx(
+        math.cos(77.0**-0.2)
+    )
     assert chunk.blocks[1].attention_norm.eps == 0.25 and model.parameters()[0].init_std == 0.5
     broken = settings_.model_copy(update={"model": settings_.model.model_copy(update={"family": "gpt"})})
     with pytest.raises(UsageError, match="'gpt'; the families are llama"):
         build_model(broken, None, torch.float32)
 
 
-# ---- the whole model -----------------------------------------------------------------------------------------------
+# ---- the whole model ---------------------------------------------------------------------------------------
 
 
-def plain_loss(p: dict[str, torch.Tensor], tokens: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor, layers: int):
+def plain_loss(
+    p: dict[str, torch.Tensor], tokens: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor, layers: int
+):
     """The decoder as one function of its parameters, and its logits."""
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -192,8 +218,8 @@ def plain_loss(p: dict[str, torch.Tensor], tokens: torch.Tensor, targets: torch.
 
 
 def test_model_against_plain_autograd():
-    """Loss and the gradient of every parameter over two microbatches, within 1e-12 of the largest; in evaluation
-    without targets the same chunk gives the logits."""
+    """Loss and the gradient of every parameter over two microbatches, within 1e-12 of the largest; in
+    evaluation without targets the same chunk gives the logits."""
     model = decoder(num_layers=2)
     chunk = model.chunk(0, [2])
     harness = Harness(chunk, first=True, last=True)

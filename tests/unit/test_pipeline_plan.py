@@ -106,6 +106,14 @@ def test_nothing_arrives_in_a_slot_that_is_in_use(plan: Plan) -> None:
         assert not holder
 
 
+def test_a_gradient_may_be_awaited_before_f() -> None:
+    """A slot is reserved by whichever receive comes first, also if it is the gradient's."""
+    row = parse_actions("0F0 0SEND_F0 0RECV_B0 0RECV_B1 0I0 0W0 0F1 0SEND_F1 0I1 0W1")
+    slots = assign_slots(row)
+    assert dict(slots.i_slots.span) == {(0, 0): Span(0, 4), (0, 1): Span(3, 8)}
+    assert dict(slots.i_slots.count) == {0: 2}
+
+
 @given(PLANS)
 def test_receiving_ahead_costs_no_slot(plan: Plan) -> None:
     """In 1F1B and GPipe the I-slots are those that F and I alone would need."""

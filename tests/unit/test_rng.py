@@ -27,15 +27,21 @@ def _own_generators() -> Iterator[None]:
 
 def draws() -> list[float]:
     """Several draws of each kind from each generator; an odd number of normal ones."""
-    values = [random.random(), random.gauss(0, 1), random.getrandbits(40) + 0.0, *np.random.randn(3), np.random.rand()]
+    values = [
+        random.random(),
+        random.gauss(0, 1),
+        random.getrandbits(40) + 0.0,
+        *np.random.randn(3),
+        np.random.rand(),
+    ]
     return [float(v) for v in [*values, *torch.randn(3), torch.randint(1000, ())]]
 
 
 @pytest.mark.parametrize("gauss", [0, 1, 2], ids="{} normal draws before".format)
 @pytest.mark.parametrize("way", ["states", "tensors"])
 def test_round_trip(way, gauss):
-    """C1: saved, moved on, restored: the same draws and the same bytes, in the middle of a pair of normal numbers
-    too (both Python and NumPy keep the second one)."""
+    """C1: saved, moved on, restored: the same draws and the same bytes, in the middle of a pair of normal
+    numbers too (both Python and NumPy keep the second one)."""
     seed_generators(5, 0)
     draws()
     for _ in range(gauss):
