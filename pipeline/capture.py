@@ -28,9 +28,10 @@ def capture(engine: Engine, backend: GraphBackend, register: HiddenStateRegister
     with transaction(register, engine.ledger), engine.ledger.recording():
         engine.ledger.begin_step(-1)
         try:
-            for number, (chunk, i_slot, w_slot) in enumerate(dict.fromkeys((k.chunk, k.i_slot, k.w_slot) for k in keys)):
-                betas = sorted({k.beta for k in keys if (k.chunk, k.i_slot, k.w_slot) == (chunk, i_slot, w_slot) and k.beta is not None})
-                _capture_slot(engine, backend, register, captured, (chunk, i_slot, w_slot), betas, -1 - number)
+            places = dict.fromkeys((key.chunk, key.i_slot, key.w_slot) for key in keys)
+            for number, place in enumerate(places):
+                betas = sorted({k.beta for k in keys if (k.chunk, k.i_slot, k.w_slot) == place and k.beta is not None})
+                _capture_slot(engine, backend, register, captured, place, betas, -1 - number)
             for name, work in engine.end_work().items():
 
                 def end(work=work) -> None:  # noqa: ANN001 (bound now, run at once)

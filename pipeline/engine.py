@@ -42,8 +42,8 @@ READ, WRITE, MERGE = Access.READ, Access.WRITE, Access.MAX_MERGE
 
 
 class StepInput(Protocol):
-    """One optimizer step of this DP rank: ``inputs``, ``targets`` ``[m, b, s]`` int64, ``loss_mask`` ``[m, b, s]`` float32, and the
-    DP-global number of valid ``tokens``."""
+    """One optimizer step of this DP rank: ``inputs``, ``targets`` ``[m, b, s]`` int64, ``loss_mask`` ``[m, b, s]`` float32,
+    and the DP-global number of valid ``tokens``."""
 
     @property
     def inputs(self) -> torch.Tensor: ...

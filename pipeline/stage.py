@@ -21,8 +21,8 @@ from qeffect_lm.layers.context import LayerContext, Phase
 class MicrobatchSlot:
     """An I-slot's storages.
 
-    ``x`` is ``[batch, sequence]`` int64 on the first chunk, else ``[batch, sequence, hidden]``; ``out``, ``dy`` and ``dx`` have the
-    activations' shape; on the last chunk ``out`` is the 0-dim loss and ``dy`` a constant one.
+    ``x`` is ``[batch, sequence]`` int64 on the first chunk, else ``[batch, sequence, hidden]``; ``out``, ``dy`` and ``dx``
+    have the activations' shape; on the last chunk ``out`` is the 0-dim loss and ``dy`` a constant one.
     """
 
     x: torch.Tensor

@@ -254,8 +254,9 @@ def compare_runs(a: Path, b: Path, resumed_at: int) -> Parity:
     if losses[0] != losses[1] and first is None:
         first = next(f"loss of step {p[0]}" for p, q in zip(*losses, strict=False) if p != q)
     detail = (
-        f"weights, masters, moments, scales, histories, open slots, cached FP8 weights and generators at steps {resumed_at} and "
-        f"{PROOF_STEPS}; contract counters, versions, epochs, data cursor, plan and graph fingerprints; {len(losses[0])} losses"
+        f"weights, masters, moments, scales, histories, open slots, cached FP8 weights and generators at steps {resumed_at} "
+        f"and {PROOF_STEPS}; contract counters, versions, epochs, data cursor, plan and graph fingerprints; "
+        f"{len(losses[0])} losses"
     )
     return Parity(tensors, first, differing, detail)
 
@@ -296,10 +297,11 @@ def show_results(folder: Path, entropy: float) -> None:
     picture = train / "loss.png"
     plot_loss(train / "metrics.jsonl", picture, held_out=held_out, unigram_entropy=entropy, title="QEffect LM demo")
     print(f"held-out loss: {before:.3f} before, {after:.3f} after ({before - after:.3f} nats/token lower)")
-    print(f"unigram entropy of the corpus: {entropy:.3f} nats/token; perplexity {math.exp(before):.0f} -> {math.exp(after):.0f}")
+    perplexity = f"{math.exp(before):.0f} -> {math.exp(after):.0f}"
+    print(f"unigram entropy of the corpus: {entropy:.3f} nats/token; held-out perplexity {perplexity}")
     print("sample:", flush=True)
-    sample = [sys.executable, "-m", "tools.generate", str(train / "checkpoints"), "--prompt", "def ", "--tokens", "80", "--seed", "1"]
-    subprocess.run(sample, cwd=ROOT if train.is_absolute() else None, check=True, env=_environment())
+    sample = [sys.executable, "-m", "tools.generate", str(train.absolute() / "checkpoints"), "--prompt", "def "]
+    subprocess.run([*sample, "--tokens", "80", "--seed", "1"], check=True, env=_environment())
     runs = sorted((train / "wandb").glob("offline-run-*"))
     print(f"\nloss plot:   {picture}")
     print(f"metrics:     {train / 'metrics.jsonl'}")

@@ -1,9 +1,10 @@
 """Run the parity matrix: schedule × stages × eager/captured × killed × window, each cell with its control.
 
 Each cell trains a tiny model by ``train.py`` and compares losses and every saved tensor, bit for bit, with a plain run: one
-process, eager, GPipe, never killed (window ``microbatch``: the same schedule and stages, eager and never killed, since there the
-order of commits is part of the arithmetic). A killed cell gets SIGKILL on all ranks in the middle and resumes. The control of a
-cell is the same cell with one thing changed (another seed; killed: one scale doubled in the checkpoint) and must differ.
+process, eager, GPipe, never killed (window ``microbatch``: the same schedule and stages, eager and never killed, since
+there the order of commits is part of the arithmetic). A killed cell gets SIGKILL on all ranks in the middle and resumes. The
+control of a cell is the same cell with one thing changed (another seed; killed: one scale doubled in the checkpoint) and must
+differ.
 """
 
 from __future__ import annotations

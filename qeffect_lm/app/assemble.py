@@ -6,6 +6,7 @@ The training run (:mod:`qeffect_lm.app.run`) and the tools drive them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -200,8 +201,9 @@ def assemble(config: Config, mesh: Mesh | None = None, plan: Plan | None = None)
         poison=config.contract.poison,
     )
     register = _register(flat, timeline, cache, optimizer, end, stages, divisor)
+    evaluator = Evaluator(engine)
     return Assembly(
-        config, mesh, model, plan, engine, Evaluator(engine), flat, optimizer, timeline, cache, ledger, register, transport, trace
+        config, mesh, model, plan, engine, evaluator, flat, optimizer, timeline, cache, ledger, register, transport, trace
     )
 
 
@@ -215,7 +217,7 @@ def chunk_layers(config: Config, plan: Plan) -> list[int]:
 
 
 def _flat_storages(
-    chunks: dict[int, torch.nn.Module], specs: dict[str, ParameterSpec], dtype: torch.dtype
+    chunks: Mapping[int, torch.nn.Module], specs: dict[str, ParameterSpec], dtype: torch.dtype
 ) -> FlatBuffers:
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     params = []
@@ -290,7 +292,7 @@ def _stages(
     config: Config,
     plan: Plan,
     mesh: Mesh,
-    chunks: dict[int, torch.nn.Module],
+    chunks: Mapping[int, torch.nn.Module],
     flat: FlatBuffers,
     divisor: torch.Tensor,
     dtype: torch.dtype,

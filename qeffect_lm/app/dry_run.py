@@ -33,7 +33,7 @@ def describe(config: Config) -> str:
         f"parameters: {total:,} in {len(specs)} tensors, decoder layers per stage {counts}",
         f"tokens per step: {tokens:,}; {config.train.steps:,} steps, {tokens * config.train.steps:,} tokens",
         "",
-        f"plan: {plan.schedule}, {plan.num_ranks} stage(s), {plan.microbatches} microbatches, fingerprint {plan.fingerprint()[:16]}",
+        f"plan {plan.fingerprint()[:16]}",
         f"one step with T_F = T_I = T_W and free communication (bubble {result.bubble:.1%}):",
         render(plan, width=98),
         "",
@@ -44,7 +44,8 @@ def describe(config: Config) -> str:
 
 def memory_table(config: Config, plan: Plan, specs: dict[str, ParameterSpec], counts: list[int]) -> str:
     """MiB per pipeline rank by category; activations are an estimate from the layers' shapes and the plan's slots."""
-    header = f"{'rank':>4} {'parameters':>11} {'gradients':>10} {'optimizer':>10} {'FP8 caches':>11} {'activations':>12} {'total':>9}"
+    names = "parameters", "gradients", "optimizer", "FP8 caches", "activations", "total"
+    header = "rank " + " ".join(f"{name:>{width}}" for name, width in zip(names, (11, 10, 10, 11, 12, 9), strict=True))
     lines = ["memory per pipeline rank (MiB); activations estimated from shapes and the plan's slots:", header]
     for rank in range(plan.num_ranks):
         numbers = memory_of(config, plan, rank, specs, counts)

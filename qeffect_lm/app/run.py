@@ -213,7 +213,7 @@ def _drive(run: Run, checkpoint: Checkpoint | None, stack: ExitStack, say: Calla
         save=run.save,
         epoch=run.epoch,
         stop=_stopper(config, signals, run.env),
-        report=lambda metrics: [sink(metrics) for sink in sinks] and None,
+        report=lambda metrics: [sink(metrics) for sink in sinks],
     )
     return train(config, parts, run.start, run.tokens)
 

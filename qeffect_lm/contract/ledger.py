@@ -245,7 +245,9 @@ class Ledger:
         direction = _DIRECTION.get(kind)
         epoch = self.timeline.begin(contributor, direction) if direction is not None else 0
         if summary.weights:
-            self.versions.require_all(summary.weights, epoch=self.weight_epoch(), reader=f"{chunk}{kind}{microbatch}", microbatch=microbatch)
+            self.versions.require_all(
+                summary.weights, epoch=self.weight_epoch(), reader=f"{chunk}{kind}{microbatch}", microbatch=microbatch
+            )
         if summary.beta is not None:
             self.grads.write_group(summary.grads, summary.beta, microbatch)
         if direction is not None:
@@ -312,9 +314,8 @@ class Ledger:
         for buffer, kind in accesses:
             self.streams.access(stream, buffer, kind, who)
         if self._trace is not None:
-            self._trace.write(
-                {"effect": "launch", "stream": stream, "who": who, "accesses": [[str(b), str(k)] for b, k in accesses]}
-            )
+            named = [[str(buffer), str(kind)] for buffer, kind in accesses]
+            self._trace.write({"effect": "launch", "stream": stream, "who": who, "accesses": named})
 
     # ---- trace -------------------------------------------------------------------------------------------------
 

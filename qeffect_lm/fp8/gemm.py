@@ -17,7 +17,7 @@ from qeffect_lm.fp8.quantise import dequantise
 def scaled_mm(
     a: torch.Tensor, a_scale_inv: torch.Tensor, b: torch.Tensor, b_scale_inv: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """``(a * a_scale_inv) @ (b * b_scale_inv).T`` for FP8 ``a`` ``[m, k]`` and ``b`` ``[n, k]`` → ``[m, n]`` in ``out_dtype``."""
+    """``(a * a_scale_inv) @ (b * b_scale_inv).T``; FP8 ``a`` ``[m, k]``, ``b`` ``[n, k]`` → ``[m, n]`` in ``out_dtype``."""
     product = torch.mm(dequantise(a, a_scale_inv), dequantise(b, b_scale_inv).t())
     return product if out_dtype is torch.float32 else product.to(out_dtype)
 
@@ -25,7 +25,8 @@ def scaled_mm(
 def accumulate_mm(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: int) -> None:
     """``out = beta * out + a @ b.T`` straight into ``out`` (a main-gradient view), no temporary and no zero-fill.
 
-    ``beta`` is 0 (what ``out`` held, NaN included, is gone) or 1. ``a`` ``[m, k]``, ``b`` ``[n, k]``, ``out`` ``[m, n]``, one dtype.
+    ``beta`` is 0 (what ``out`` held, NaN included, is gone) or 1. ``a`` ``[m, k]``, ``b`` ``[n, k]``, ``out`` ``[m, n]``,
+    all of one dtype.
     """
     if beta == 0:
         torch.mm(a, b.t(), out=out)

@@ -30,7 +30,7 @@ _FORBIDDEN_TAGS = {
 # They read a tensor on the host without dispatching any operation.
 _HOST_READS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
 # They define a storage and compute nothing; a replay keeps the recorded one.
-_ALLOCATIONS = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"})
+_ALLOCATIONS = frozenset(f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ def naming(peers: Sequence[int], what: str, timeout: float | None = None) -> Ite
         who = f"rank {peers[0]}" if len(peers) == 1 else f"one of ranks {', '.join(map(str, peers))}"
         limit = "" if timeout is None else f" within {timeout:g} s (launch.timeout_seconds)"
         raise PeerLostError(
-            f"{who} was lost during {what}: it died or did not answer{limit}. All ranks end; start again to resume from the last "
-            f"checkpoint ({_first_line(error)})"
+            f"{who} was lost during {what}: it died or did not answer{limit}. All ranks end; start again to resume from the "
+            f"last checkpoint ({_first_line(error)})"
         ) from error
 
 

@@ -22,10 +22,14 @@ class NonFiniteError(QEffectError):
 class Result(Protocol):
     """0-dim device tensors of one step."""
 
-    loss: Any
-    grad_norm: Any
-    lr: Any
-    skipped: Any
+    @property
+    def loss(self) -> Any: ...
+    @property
+    def grad_norm(self) -> Any: ...
+    @property
+    def lr(self) -> Any: ...
+    @property
+    def skipped(self) -> Any: ...
 
 
 @dataclass
@@ -45,10 +49,10 @@ class Parts:
     next_batch: Callable[[], Any]
     step: Callable[[int, Any], Result]
     evaluate: Callable[[], float | None]
-    save: Callable[[int, int], None]
+    save: Callable[[int, int], object]
     epoch: Callable[[], int | None]
     stop: Callable[[], str | None]
-    report: Callable[[StepMetrics], None]
+    report: Callable[[StepMetrics], object]
 
 
 @dataclass(frozen=True)

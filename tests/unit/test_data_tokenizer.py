@@ -22,7 +22,7 @@ from qeffect_lm.data import tokenizer as module
 from qeffect_lm.data.tokenizer import Tokenizer, train_sentencepiece
 from qeffect_lm.errors import UsageError
 
-CODE = inspect.getsource(argparse)
+CODE = inspect.getsource(argparse) + "copyright = 2024\n" * 100
 
 
 @pytest.fixture(scope="module", params=["bpe", "unigram"])

@@ -9,7 +9,7 @@ import json
 import math
 import weakref
 from collections import Counter
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def part(state: dict[str, torch.Tensor], *prefixes: str) -> dict[str, torch.Tens
     return {name: tensor for name, tensor in state.items() if name.startswith(prefixes)}
 
 
-@lru_cache(maxsize=None)
+@cache
 def reference(
     *numbers: int,
 ) -> tuple[list[tuple[float, float, bool]], dict[str, torch.Tensor], dict[str, Any]]:
