@@ -4,7 +4,8 @@
          → capture (transaction) → generators last → compare digests with the manifest
 
 Names, shapes, dtypes and hashes are checked before the first write. On the layout of the save everything is compared,
-generators and graph fingerprints included; on another one the logical state is, and each rank's generators start from their seed.
+generators and graph fingerprints included; on another one the logical state is, and each rank's generators start from their
+seed.
 """
 
 from __future__ import annotations

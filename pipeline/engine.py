@@ -237,10 +237,11 @@ class Engine:
         if after is not None:
             self.ledger.streams.wait(self.compute_stream(), after)
         self._launch(action, [(("retained_W", chunk, w), READ), (("grads", chunk), WRITE)])
+        retained = self._retained(action) if self._poison else []
         self._run(action, lambda scope: stage.weight_grad(slot, scope))
         self._mark("grads", chunk, 0)
-        if self._poison and self.captured is not None:
-            self._poison_pool(self.plan.graph_key(action))
+        for tensor in retained:
+            poison_(tensor)
 
     def _backward(self, action: Action) -> None:
         """B is I and W in one."""
@@ -290,13 +291,13 @@ class Engine:
         target = self.stages[chunk].slots[i]
         (target.x if buffer == "x" else target.dy).copy_(source)
 
-    def _poison_pool(self, key: GraphKey) -> None:
-        """Debug: what the microbatch's F retained becomes NaN, so that a use after release shows in the numbers."""
-        assert self.captured is not None
-        forward = self.captured.actions[key._replace(kind=Kind.F, beta=None)][0]
-        for tensor in forward.pool():
-            if tensor.dtype in (torch.float32, torch.float64, torch.bfloat16):
-                tensor.fill_(float("nan"))
+    def _retained(self, action: Action) -> list[torch.Tensor]:
+        """Debug: what the microbatch retains until W, to be poisoned when W has read it."""
+        if self.captured is None:
+            payloads = self.ledger.leases.payloads(*action.key).values()
+            return [tensor for payload in payloads for tensor in payload.tensors()]
+        key = self.plan.graph_key(action)
+        return self.captured.actions[key._replace(kind=Kind.F, beta=None)][0].pool()
 
     # ---- transfers ---------------------------------------------------------------------------------------------
 
@@ -460,6 +461,15 @@ class Engine:
         """Remember an event after the work just launched, for whoever continues on another stream."""
         if self.ledger.checks:
             self._events[what, chunk, microbatch] = self.ledger.streams.record(self.compute_stream())
+
+
+def poison_(tensor: torch.Tensor) -> None:
+    """Fill with NaN, so that a use after release shows in the numbers (integers, which have none, are left)."""
+    if tensor.dtype.is_floating_point:
+        if tensor.dtype.itemsize == 1:
+            tensor.detach().view(torch.uint8).fill_(0x7F)  # NaN in E4M3 and in E5M2
+        else:
+            tensor.detach().fill_(float("nan"))
 
 
 _PARAMETER_READS: tuple[BufferAccess, ...] = (("parameters", READ), ("caches", READ), ("scales", READ))

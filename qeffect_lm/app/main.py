@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     """Run the command; returns the exit code. ``environ`` is the process environment (determinism variables are set in it)."""
-    arguments = parser().parse_args(argv)
+    arguments = parser().parse_intermixed_args(argv)
     rank = environ.get("RANK") or environ.get("SLURM_PROCID") or ""
     try:
         check_installation()
