@@ -30,7 +30,8 @@ def test_loads_what_was_saved(trained):
 
     def now() -> dict[str, torch.Tensor]:
         items = {item.name: item.tensor.clone() for item in assembly.logical_tensors()}
-        return {n: t.view(torch.uint8) if t.dtype.itemsize == 1 else t for n, t in items.items() if not n.startswith(("moment", "opt"))}
+        loaded = {n: t for n, t in items.items() if not n.startswith(("moment", "opt"))}
+        return {n: t.view(torch.uint8) if t.dtype.itemsize == 1 else t for n, t in loaded.items()}
 
     before = now()
     as_saved = {n: saved.read(n) for n in before}

@@ -62,9 +62,8 @@ def loss_of(p: dict[str, torch.Tensor], inputs: torch.Tensor, targets: torch.Ten
 @pytest.mark.parametrize(("stages", "backend"), [(1, "eager"), (1, "host_replay"), (3, "eager")])
 def test_loss_and_every_gradient(stages, backend):
     """G2, G3: neither microbatches nor stages scale a gradient twice; bound: float64 rounding over some hundred terms."""
-    settings = config(
-        precision__fp8__recipe="none", precision__dtype="float64", graphs__backend=backend, optim__clip_norm=None, optim__lr=1e-30
-    )
+    double = {"precision__fp8__recipe": "none", "precision__dtype": "float64"}
+    settings = config(**double, graphs__backend=backend, optim__clip_norm=None, optim__lr=1e-30)
     run = train(settings, 1, plan=local_plan(stages, 4) if stages > 1 else None)
     flat = run.assembly.flat
     parameters = {name: flat.master(name).clone().requires_grad_() for name in flat.names}

@@ -1,4 +1,4 @@
-"""Errors a user meets: one clear message with what to do, exit code 2 for usage and 1 for failure, no traceback, nothing lost."""
+"""Errors a user meets: one clear message with what to do, exit 2 for usage and 1 for failure, no traceback, nothing lost."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_nonfinite_policy(folder):
 
 
 def test_full_disk_at_save(folder, tmp_path):
-    """A save that the disk refuses (here: a limit on file sizes): exit 1, the previous checkpoint survives and the run says so."""
+    """A save that the disk refuses (here: a limit on file sizes): exit 1, the previous checkpoint survives and is named."""
     run = tmp_path / "run"
     shutil.copytree(folder / "whole", run)
     arguments = [str(folder / "tiny.yaml"), *overrides(folder, str(run), "train.steps=9")]
