@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -245,6 +246,8 @@ def _say_end(run: Run, outcome: Outcome, start: int, resumed: bool, say: Callabl
     ran = f"ran {start + 1}…{outcome.step}" if outcome.step > start else "ran no step"
     head = f"resumed at {start}, {ran}" if resumed else ran
     total = run.config.train.steps
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # KiB on Linux
+    say(f"peak memory of rank 0: {peak:,.0f} MiB")
     if outcome.stopped:
         say(f"{head}; stopped by {outcome.stopped} at step {outcome.step} of {total}, saved")
     else:
