@@ -55,6 +55,14 @@ class StepInput(Protocol):
     def tokens(self) -> int: ...
 
 
+@dataclass(frozen=True)
+class _Transfer:
+    """A transfer in flight and the event that says it is done."""
+
+    pending: Pending
+    event: Event | None
+
+
 @dataclass
 class Captured:
     """The graphs of a rank: one per :class:`GraphKey`, and the step's end by name."""
@@ -110,7 +118,7 @@ class Engine:
         self.actions = plan.actions[self.rank]
         self._slots = plan.slots[self.rank]
         self.captured: Captured | None = None
-        self._pending: dict[tuple[str, int, int], Pending] = {}  # (RECV_F…, chunk, microbatch), or slot for sends
+        self._pending: dict[tuple[str, int, int], _Transfer] = {}  # (RECV_F…, chunk, microbatch), or slot for sends
         self._events: dict[tuple[str, int, int], Event] = {}
         self._batch: StepInput | None = None
         self._step = 0
@@ -183,8 +191,8 @@ class Engine:
     def _forward(self, action: Action) -> None:
         chunk, microbatch = action.key
         stage, i, slot = self._place(action)
-        self._arrive("RECV_F", "recv_F", chunk, microbatch)
-        self._reuse(("SEND_F", chunk, i), "send_F")
+        self._complete(("RECV_F", chunk, microbatch))
+        self._complete(("SEND_F", chunk, i))
         self._write_inputs(stage, slot, i, microbatch)
         w = self._slots.w_slots.index[action.key]
         self._launch(
@@ -208,8 +216,8 @@ class Engine:
     def _input_grad(self, action: Action) -> None:
         chunk, microbatch = action.key
         stage, i, slot = self._place(action)
-        self._arrive("RECV_B", "recv_B", chunk, microbatch)
-        self._reuse(("SEND_B", chunk, i), "send_B")
+        self._complete(("RECV_B", chunk, microbatch))
+        self._complete(("SEND_B", chunk, i))
         w = self._slots.w_slots.index[action.key]
         accesses: list[BufferAccess] = [
             (("dy", chunk, i), READ),
@@ -311,7 +319,8 @@ class Engine:
         stream = f"send_{direction}"
         self._edge(self.compute_stream(), stream)  # the producer is done before the send starts
         self.ledger.launch(stream, [((buffer, chunk, i), READ)], str(action))
-        self._pending[str(action.kind), chunk, i] = self._transport.send(tensor, peer, direction, chunk, microbatch)
+        pending = self._transport.send(tensor, peer, direction, chunk, microbatch)
+        self._pending[str(action.kind), chunk, i] = _Transfer(pending, self._record(stream))
 
     def _receive(self, action: Action) -> None:
         chunk, microbatch = action.key
@@ -325,26 +334,24 @@ class Engine:
         self._edge(self.compute_stream(), stream)  # the buffer's last reader is done before it is written
         self.ledger.launch(stream, [((buffer, chunk, i), WRITE)], str(action))
         pending = self._transport.receive(tensor, peer, direction, source, microbatch)
-        self._pending[str(action.kind), chunk, microbatch] = pending
+        self._pending[str(action.kind), chunk, microbatch] = _Transfer(pending, self._record(stream))
 
-    def _arrive(self, kind: str, stream: str, chunk: int, microbatch: int) -> None:
-        """Compute waits for what it is about to read."""
-        pending = self._pending.pop((kind, chunk, microbatch), None)
-        if pending is not None:
-            pending.wait()
-            self._edge(stream, self.compute_stream())
+    def _complete(self, key: tuple[str, int, int]) -> None:
+        """Compute waits for one transfer: before it reads what was received, before it writes again what was sent.
 
-    def _reuse(self, key: tuple[str, int, int], stream: str) -> None:
-        """A send holds its buffer until it completed: compute waits for it before it writes there again."""
-        pending = self._pending.pop(key, None)
-        if pending is not None:
-            pending.wait()
-            self._edge(stream, self.compute_stream())
+        The edge is the transfer's own event, recorded when it was launched: an event recorded now would vouch for transfers
+        launched since, which may still be in flight.
+        """
+        transfer = self._pending.pop(key, None)
+        if transfer is not None:
+            transfer.pending.wait()
+            if transfer.event is not None:
+                self.ledger.streams.wait(self.compute_stream(), transfer.event)
 
     def _settle(self) -> None:
         """No transfer outlives its step."""
         for key in list(self._pending):
-            self._reuse(key, key[0].lower().replace("_f", "_F").replace("_b", "_B"))
+            self._complete(key)
         self._events.clear()
 
     # ---- blocking transfers outside a step (calibration, evaluation) ------------------------------------------
@@ -454,13 +461,19 @@ class Engine:
 
     def _edge(self, source: str, target: str) -> None:
         """Work on ``target`` from here on waits for work on ``source`` so far."""
-        if self.ledger.checks:
-            self.ledger.streams.wait(target, self.ledger.streams.record(source))
+        event = self._record(source)
+        if event is not None:
+            self.ledger.streams.wait(target, event)
+
+    def _record(self, stream: str) -> Event | None:
+        """An event after the work launched on ``stream`` so far (mode ``off``: none)."""
+        return self.ledger.streams.record(stream) if self.ledger.checks else None
 
     def _mark(self, what: str, chunk: int, microbatch: int) -> None:
         """Remember an event after the work just launched, for whoever continues on another stream."""
-        if self.ledger.checks:
-            self._events[what, chunk, microbatch] = self.ledger.streams.record(self.compute_stream())
+        event = self._record(self.compute_stream())
+        if event is not None:
+            self._events[what, chunk, microbatch] = event
 
 
 def poison_(tensor: torch.Tensor) -> None:

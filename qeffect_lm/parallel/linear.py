@@ -74,16 +74,13 @@ class _ParallelLinear(SplitLinear):
         self.rank = 0 if group is None else dist.get_rank(group)
         if self.size > 1 and isinstance(recipe, CurrentScaling):
             raise UsageError(
-                f"{name}: current scaling would give each tensor-parallel piece a scale of its own; "
-                "use delayed scaling"
+                f"{name}: current scaling would give each tensor-parallel piece a scale of its own; use delayed scaling"
             )
         self.global_shape = (out_features, in_features)
         shape = list(self.global_shape)
         if shape[cut] % self.size:
             side = ("output", "input")[cut]
-            raise UsageError(
-                f"{name}: {shape[cut]} {side} features cannot be cut into {self.size} equal pieces (tp)"
-            )
+            raise UsageError(f"{name}: {shape[cut]} {side} features cannot be cut into {self.size} equal pieces (tp)")
         shape[cut] //= self.size
         super().__init__(name, shape[1], shape[0], bias=bias, recipe=recipe, dtype=dtype)
         self._group, self._cut = group, cut
@@ -134,9 +131,7 @@ class ColumnParallelLinear(_ParallelLinear):
         recipe: Recipe | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__(
-            name, in_features, out_features, group=group, cut=0, bias=bias, recipe=recipe, dtype=dtype
-        )
+        super().__init__(name, in_features, out_features, group=group, cut=0, bias=bias, recipe=recipe, dtype=dtype)
 
     def input_grad(self, dy: torch.Tensor, context: LayerContext, needs_dx: bool) -> torch.Tensor | None:
         dx = super().input_grad(dy, context, needs_dx)
@@ -161,9 +156,7 @@ class RowParallelLinear(_ParallelLinear):
         recipe: Recipe | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__(
-            name, in_features, out_features, group=group, cut=1, bias=bias, recipe=recipe, dtype=dtype
-        )
+        super().__init__(name, in_features, out_features, group=group, cut=1, bias=bias, recipe=recipe, dtype=dtype)
 
     def product(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
         return self._reduced(super().product(x, context))

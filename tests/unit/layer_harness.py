@@ -48,9 +48,7 @@ def random(*shape: int, seed: int, dtype: torch.dtype = torch.float64, scale: fl
 BOUND = {torch.float64: 200 * 2.0**-53, torch.float32: 200 * 2.0**-24, torch.bfloat16: 4 * 2.0**-8}
 
 
-def close(
-    got: torch.Tensor, want: torch.Tensor, factor: float = 1.0, dtype: torch.dtype | None = None
-) -> None:
+def close(got: torch.Tensor, want: torch.Tensor, factor: float = 1.0, dtype: torch.dtype | None = None) -> None:
     """``got`` is within ``factor`` times the bound of its dtype (or of ``dtype``) of ``want``."""
     size = max(1.0, want.abs().max().item())
     error = (got.double() - want.double()).abs().max().item()
@@ -99,15 +97,10 @@ class Harness:
         last: its output is the 0-dim loss.
     """
 
-    def __init__(
-        self, module: nn.Module, *, first: bool = False, last: bool = False, history: int = 3
-    ) -> None:
+    def __init__(self, module: nn.Module, *, first: bool = False, last: bool = False, history: int = 3) -> None:
         self.module = module
         self.parameters = dict(named_parameters(module))
-        wide = {
-            n: torch.float64 if p.dtype is torch.float64 else torch.float32
-            for n, p in self.parameters.items()
-        }
+        wide = {n: torch.float64 if p.dtype is torch.float64 else torch.float32 for n, p in self.parameters.items()}
         trainable = {n: p for n, p in self.parameters.items() if p.requires_grad}
         self.grads = {n: torch.full_like(p, SEEDED, dtype=wide[n]) for n, p in trainable.items()}
         for layer in direct_layers(module):
@@ -118,9 +111,7 @@ class Harness:
         for linear in linears:
             if isinstance(linear.recipe, DelayedScaling):
                 linear.recipe.bind(self.timeline)
-        self.cache = WeightCache(
-            {m.weight_name: (m.name, m.recipe, _weight_of(m)) for m in linears if m.recipe}
-        )
+        self.cache = WeightCache({m.weight_name: (m.name, m.recipe, _weight_of(m)) for m in linears if m.recipe})
         for linear in linears:
             linear.cached = self.cache.cached[linear.weight_name]
         self.ledger = Ledger(

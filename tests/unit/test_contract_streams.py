@@ -331,6 +331,8 @@ def test_an_early_event_covers_only_its_buffers():
     clock.access("third", "dx", READ)
     with pytest.raises(StreamOrderError):
         clock.access("third", "grads", READ)
+    clock.wait("chained", clock.record("send", covers=["dx"]))  # an early event passes on what it is about
+    clock.access("chained", "dx", READ)
     clock.wait("fourth", clock.record("send", covers=["grads"]))
     with pytest.raises(StreamOrderError):
         clock.access("fourth", "dx", WRITE)

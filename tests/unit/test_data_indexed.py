@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qeffect_lm.data.files import write_atomic
 from qeffect_lm.data.indexed import (
     IndexedDataset,
     IndexedWriter,
@@ -204,6 +205,18 @@ def test_a_crash_between_the_renames_leaves_no_index(tmp_path: Path, monkeypatch
         writer.close()
     with pytest.raises(UsageError, match=r"a\.idx not found"):
         IndexedDataset(tmp_path / "a")
+
+
+def test_a_failing_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_atomic(tmp_path / "a", b"old")
+
+    def fail(source: Path, target: Path) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(QEffectError, match="a: Disk quota exceeded"):
+        write_atomic(tmp_path / "a", b"new")
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("a", b"old")]
 
 
 def test_unwritable_folder(tmp_path: Path) -> None:

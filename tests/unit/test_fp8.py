@@ -112,9 +112,7 @@ def test_both_layouts_equal_float64(fmt, dtype, seed, exponent, scale, shape):
     only_columns = quantise(x, scalar(scale), fmt, rows=False)
     assert only_rows.columns is None and only_columns.rows is None
     assert only_rows.rows is not None and only_columns.columns is not None
-    assert torch.equal(bits(only_rows.rows), bits(q.rows)) and torch.equal(
-        bits(only_columns.columns), bits(q.columns)
-    )
+    assert torch.equal(bits(only_rows.rows), bits(q.rows)) and torch.equal(bits(only_columns.columns), bits(q.columns))
 
 
 def test_non_contiguous_input():
@@ -131,9 +129,7 @@ def test_input_is_not_changed():
     assert torch.equal(x, before)
 
 
-@given(
-    values=st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=12), order=st.randoms()
-)
+@given(values=st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=12), order=st.randoms())
 def test_amax_max_merges(values, order):
     """The slot ends at the largest |x| of all microbatches, in any order, starting from EMPTY."""
     order.shuffle(values)
@@ -313,12 +309,7 @@ def test_delayed_operand(delayed, kind, fmt):
     x, scope = random(4, 6, seed=50, dtype=torch.float32), Recorder()
     q = recipe.operand("b", kind, x, scope)
     wanted = quantise(x, timeline.scale_of(f"b.{kind}"), fmt)
-    assert (
-        q.rows is not None
-        and wanted.rows is not None
-        and q.columns is not None
-        and wanted.columns is not None
-    )
+    assert q.rows is not None and wanted.rows is not None and q.columns is not None and wanted.columns is not None
     assert q.rows.dtype == fmt.dtype and torch.equal(bits(q.rows), bits(wanted.rows))
     assert torch.equal(bits(q.columns), bits(wanted.columns))
     assert scope.read == scope.reported == [f"b.{kind}"]
@@ -385,15 +376,11 @@ def test_weight_cache(delayed):
     its refresh only (S1); the amax of the BF16 weight enters the open window."""
     recipe, timeline = delayed
     masters = {"a.weight": random(4, 6, seed=60, dtype=torch.float32), "b.weight": random(6, 2, seed=61)}
-    cache = WeightCache(
-        {name: (name.removesuffix(".weight"), recipe, lambda n=name: masters[n]) for name in masters}
-    )
+    cache = WeightCache({name: (name.removesuffix(".weight"), recipe, lambda n=name: masters[n]) for name in masters})
     assert cache.names == list(masters) and cache.layer_of("b.weight") == "b"
 
     def addresses() -> dict[str, tuple[int, ...]]:
-        return {
-            n: tuple(t.data_ptr() for t in (c.rows, c.columns, c.scale_inv)) for n, c in cache.cached.items()
-        }
+        return {n: tuple(t.data_ptr() for t in (c.rows, c.columns, c.scale_inv)) for n, c in cache.cached.items()}
 
     start = addresses()
     for _ in range(2):
@@ -407,9 +394,7 @@ def test_weight_cache(delayed):
             assert torch.equal(bits(cached.columns), bits(wanted.columns))
             assert cached.scale_inv.item() == 1 / scale.item()
             assert timeline.slot_of(name).item() >= master.bfloat16().abs().max().item()
-        live = [
-            t.view(torch.uint8) for c in cache.cached.values() for t in (c.rows, c.columns, c.scale_inv[None])
-        ]
+        live = [t.view(torch.uint8) for c in cache.cached.values() for t in (c.rows, c.columns, c.scale_inv[None])]
         before = [tensor.clone() for tensor in live]
         timeline.scale.mul_(0.5)
         for master in masters.values():

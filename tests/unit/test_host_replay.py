@@ -205,9 +205,7 @@ def test_allowed():
     graph.replay()
     assert torch.equal(out, X[1:4])
     q, y = normal(1, 2, 5, 4, seed=2, dtype=F32), torch.zeros(1, 2, 5, 4)
-    graph = capture_of(
-        lambda: y.copy_(functional.scaled_dot_product_attention(q, q, q, is_causal=True)), q=q, y=y
-    )
+    graph = capture_of(lambda: y.copy_(functional.scaled_dot_product_attention(q, q, q, is_causal=True)), q=q, y=y)
     q.copy_(normal(1, 2, 5, 4, seed=3, dtype=F32))
     graph.replay()
     assert torch.equal(y, functional.scaled_dot_product_attention(q, q, q, is_causal=True))
@@ -216,9 +214,7 @@ def test_allowed():
 # ---- replay is bitwise -------------------------------------------------------------------------------------
 
 
-def replays(
-    work: Callable[[dict[str, torch.Tensor]], torch.Tensor], seed: int = 0, **shapes: tuple[int, ...]
-) -> Graph:
+def replays(work: Callable[[dict[str, torch.Tensor]], torch.Tensor], seed: int = 0, **shapes: tuple[int, ...]) -> Graph:
     """Capture ``work`` on one set of inputs; on two others the replay's result and inputs equal eager's, bit
     for bit."""
     inputs = {n: normal(*shape, seed=seed + i, dtype=F32) for i, (n, shape) in enumerate(shapes.items())}
@@ -304,7 +300,9 @@ def batch_norm(t: dict[str, torch.Tensor]) -> torch.Tensor:
     """Writes running statistics and gives new tensors in one operation."""
     mean, variance = t["y"][0], t["y"][1]
     variance.abs_()
-    return functional.batch_norm(t["x"], mean, variance, training=True)
+    first = functional.batch_norm(t["x"], mean, variance, training=True)
+    normed, saved, _ = torch.ops.aten._native_batch_norm_legit(t["x"], None, None, mean, variance, True, 0.1, 1e-5)
+    return torch.cat([first, normed, saved[None], mean[None], variance[None]])
 
 
 def casts(t: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -454,11 +452,7 @@ def test_random_programs_replay(steps, seed):
 
 
 def variants(graph: HostReplayGraph) -> list[str]:
-    return [
-        operation.run._overloadname
-        for operation in graph._operations
-        if hasattr(operation.run, "_overloadname")
-    ]
+    return [operation.run._overloadname for operation in graph._operations if hasattr(operation.run, "_overloadname")]
 
 
 def test_out_variants_are_used_and_bitwise_equal():
@@ -507,8 +501,13 @@ def test_digest():
         make(lambda x, y, out: y.copy_((x + y) * 2.0)),
         make(lambda x, y, out: out[1:].copy_((x + y)[1:] * 2.0)),
         make(lambda x, y, out: out[:2].copy_((x + y)[1:] * 2.0)),
+        make(lambda x, y, out: out.copy_([x * 2, x * 3][0])),
+        make(lambda x, y, out: out.copy_([x * 2, x * 3][1])),
     ]
     assert len(set(others)) == len(others)
+    base = torch.zeros(6)
+    halves = [capture_of(lambda part=part: part.add_(1), base=base).digest for part in base.split(3)]
+    assert halves[0] != halves[1], "where in a storage counts, for views made before the capture too"
 
 
 def test_shared_pools():

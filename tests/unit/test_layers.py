@@ -106,28 +106,33 @@ def test_linear_fp8(recipe, bias):
             ("grad_output", [dy for _, dy in flat]),
             ("weight", [w]),
         ):
-            assert harness.timeline.slot_of(f"linear.{kind}").item() == max(
-                t.abs().max().item() for t in tensors
-            )
+            assert harness.timeline.slot_of(f"linear.{kind}").item() == max(t.abs().max().item() for t in tensors)
 
 
-def test_linear_fp8_is_the_product_of_its_casts():
-    """Not only near: exactly the GEMMs of the quantised operands, in bfloat16 rounded once."""
-    layer = SplitLinear("linear", 24, 16, recipe=DelayedScaling(), dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_linear_fp8_is_the_product_of_its_casts(dtype):
+    """Not only near: exactly the GEMMs of the quantised operands, each with its own role's scale (no powers of
+    two), in bfloat16 rounded once; main gradients are float32."""
+    layer = SplitLinear("linear", 24, 16, recipe=DelayedScaling(), dtype=dtype)
     harness = Harness(layer)
-    harness.timeline.scale.fill_(4.0)
+    scales = {"input": 5.3, "weight": 3.7, "grad_output": 11.9}
+    for kind, value in scales.items():
+        harness.timeline.scale_of(f"linear.{kind}").fill_(value)
     harness.fill(3)
-    ((x, dy),) = pairs(1, (9, 24), (9, 16), torch.bfloat16)
+    ((x, dy),) = pairs(1, (9, 24), (9, 16), dtype)
     m = harness.microbatch(0, x, dy)
     harness.run([m])
 
-    def cast(t: torch.Tensor, fmt: Format) -> torch.Tensor:
-        return (t.detach().float() * 4).clamp(-fmt.max, fmt.max).to(fmt.dtype).double() / 4
+    def cast(kind: str, t: torch.Tensor, fmt: Format) -> torch.Tensor:
+        scale = harness.timeline.scale_of(f"linear.{kind}")
+        return (t.detach().float() * scale).clamp(-fmt.max, fmt.max).to(fmt.dtype).double() / scale.double()
 
-    qx, qw, qdy = cast(x, E4M3), cast(layer.weight, E4M3), cast(dy, E5M2)
-    close(m.out, qx @ qw.t(), factor=0.2501)
-    close(m.dx, qdy @ qw, factor=0.2501)
-    close(harness.grads["linear.weight"], qdy.t() @ qx)
+    weight = layer.weight.bfloat16()
+    qx, qw, qdy = cast("input", x, E4M3), cast("weight", weight, E4M3), cast("grad_output", dy, E5M2)
+    factor = 0.2501 if dtype is torch.bfloat16 else 0.1
+    close(m.out, qx @ qw.t(), factor)
+    close(m.dx, qdy @ qw, factor)
+    close(harness.grads["linear.weight"], qdy.t() @ qx, 0.1)
     assert harness.grads["linear.weight"].dtype == torch.float32
 
 
@@ -309,9 +314,7 @@ def test_swiglu_activation(dtype):
 
 
 def test_swiglu():
-    gate_up, down = (
-        SplitLinear(f"mlp.{n}", i, o, dtype=torch.float64) for n, i, o in (("gate_up", 4, 10), ("down", 5, 4))
-    )
+    gate_up, down = (SplitLinear(f"mlp.{n}", i, o, dtype=torch.float64) for n, i, o in (("gate_up", 4, 10), ("down", 5, 4)))
     harness = Harness(SwiGLU("mlp", gate_up, down))
     harness.fill(11)
 

@@ -92,9 +92,7 @@ def test_specs_say_how_to_initialise_and_decay():
 # ---- initial weights ---------------------------------------------------------------------------------------
 
 
-def initial(
-    names: list[str] | None = None, seed: int = 1234, dtype: torch.dtype = torch.float32
-) -> dict[str, torch.Tensor]:
+def initial(names: list[str] | None = None, seed: int = 1234, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     specs = {spec.name: spec for spec in decoder().parameters()}
     names = list(specs) if names is None else names
     made = {name: torch.full(specs[name].shape, torch.nan, dtype=dtype) for name in names}
@@ -137,9 +135,7 @@ def test_assembly_starts_equal_on_every_layout():
             }
         )
     assert differing(runs[0], runs[1]) == [] and differing(runs[0], runs[2]) == []
-    assert (
-        differing(runs[0], {t.name: t.tensor for t in assemble(config(run__seed=2)).logical_tensors()}) != []
-    )
+    assert differing(runs[0], {t.name: t.tensor for t in assemble(config(run__seed=2)).logical_tensors()}) != []
 
 
 # ---- FP8, dropout, family ----------------------------------------------------------------------------------
@@ -152,12 +148,7 @@ def test_where_fp8_is(first, last):
     model = decoder(recipe=DelayedScaling(), high_precision_first=first, high_precision_last=last)
     wanted = {f"layers.{i}" for i in range(first, LAYERS - last)}
     for counts in SPLITS:
-        linears = [
-            m
-            for i in range(len(counts))
-            for m in model.chunk(i, counts).modules()
-            if isinstance(m, SplitLinear)
-        ]
+        linears = [m for i in range(len(counts)) for m in model.chunk(i, counts).modules() if isinstance(m, SplitLinear)]
         in_fp8 = [m.name for m in linears if m.recipe is not None]
         assert len(linears) == 4 * LAYERS + 1 and len(in_fp8) == 4 * len(wanted)
         assert {".".join(name.split(".")[:2]) for name in in_fp8} == wanted
@@ -184,9 +175,7 @@ def test_family():
     chunk = model.chunk(0, [4])
     attention = chunk.blocks[1].attention
     assert (attention.heads, attention.kv_heads, attention.head_dim) == (4, 2, 10)
-    assert attention.cos.shape == (16, 5) and attention.cos[1, 1].item() == pytest.approx(
-        math.cos(77.0**-0.2)
-    )
+    assert attention.cos.shape == (16, 5) and attention.cos[1, 1].item() == pytest.approx(math.cos(77.0**-0.2))
     assert chunk.blocks[1].attention_norm.eps == 0.25 and model.parameters()[0].init_std == 0.5
     broken = settings_.model_copy(update={"model": settings_.model.model_copy(update={"family": "gpt"})})
     with pytest.raises(UsageError, match="'gpt'; the families are llama"):
@@ -196,9 +185,7 @@ def test_family():
 # ---- the whole model ---------------------------------------------------------------------------------------
 
 
-def plain_loss(
-    p: dict[str, torch.Tensor], tokens: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor, layers: int
-):
+def plain_loss(p: dict[str, torch.Tensor], tokens: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor, layers: int):
     """The decoder as one function of its parameters, and its logits."""
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
