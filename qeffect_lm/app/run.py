@@ -285,8 +285,7 @@ def held_out_batch(config: Config) -> StepBatch | None:
     if config.data.valid is None:
         return None
     dataset = open_dataset(config.data.valid, "data.valid")
-    windows = config.train.eval_microbatches * config.data.microbatch_size
-    batch = sequential_batches(dataset, config.data.seq_len, config.data.microbatch_size, windows)
+    batch = sequential_batches(dataset, config.data.seq_len, config.data.microbatch_size, config.train.eval_microbatches)
     check_tokens(batch, config.model.vocab_size)
     return batch
 

@@ -146,7 +146,7 @@ writes = st.one_of(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(st.lists(writes, min_size=3, max_size=25))
 def test_random_writers(script):
     """Any mixture of eager and replayed writers: refused exactly when a beta does not fit, by counting one by

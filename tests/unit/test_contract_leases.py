@@ -416,7 +416,7 @@ def run_one(
     leases.finish(kind, *key)
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(scripts)
 def test_the_table_is_the_reference_model(script):
     """Random legal and illegal moves, eager and replayed mixed: the same verdicts, slots and generations."""

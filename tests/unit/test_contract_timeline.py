@@ -214,7 +214,7 @@ windows = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=120)
 @given(windows, st.integers(1, 4), st.sampled_from(["max", "most_recent"]), st.integers(0, 3))
 def test_rolls_equal_plain_arithmetic(script, history, amax, margin):
     """S2, S8: random windows of random reports, skips and directions: bitwise the reference's scales and
@@ -494,7 +494,7 @@ steps = st.tuples(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(st.lists(steps, min_size=10, max_size=60), st.sets(names))
 def test_random_commits_and_readers(script, expected):
     """Random windows, readers and commits: refused exactly when a plain model refuses, with the epoch always

@@ -191,7 +191,7 @@ operations = st.one_of(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(st.lists(operations, min_size=5, max_size=30), st.booleans())
 def test_replays_and_eager_reads_refuse_the_same(script, any_epoch):
     """Random bumps and refreshes: a graph's reads pass exactly when each read alone passes, by a plain

@@ -70,9 +70,7 @@ def reference(
     """An undisturbed eager run of these steps: results, tensors, and the ledger's counters."""
     assembly = make()
     results = [step(assembly, number) for number in numbers]
-    assert not any(skipped for _, _, skipped in results) and len({loss for loss, _, _ in results}) == len(
-        numbers
-    )
+    assert not any(skipped for _, _, skipped in results) and len({loss for loss, _, _ in results}) == len(numbers)
     return results, tensors(assembly), assembly.ledger.state()
 
 
@@ -122,17 +120,11 @@ def test_an_evaluation_on_huge_inputs_leaves_no_trace(backend):
     before = assembly.timeline.history[:, 0].clone()
     enlarge_activations(assembly, 1000.0)
     step(assembly, 4)
-    inputs = [
-        i
-        for i, role in enumerate(assembly.timeline.roles)
-        if role.name.endswith(("qkv.input", "gate_up.input"))
-    ]
+    inputs = [i for i, role in enumerate(assembly.timeline.roles) if role.name.endswith(("qkv.input", "gate_up.input"))]
     assert (assembly.timeline.history[inputs, 0] > 500 * before[inputs]).all()
 
 
-def inject(
-    assembly: Assembly, monkeypatch: pytest.MonkeyPatch, where: str, value: float
-) -> dict[str, torch.Tensor]:
+def inject(assembly: Assembly, monkeypatch: pytest.MonkeyPatch, where: str, value: float) -> dict[str, torch.Tensor]:
     """Make one gradient, or one weight (returned, to be put back), not finite."""
     if where == "weight":
         name = "layers.1.mlp_norm.weight"
@@ -235,7 +227,7 @@ def test_fifty_steps_leave_nothing_behind(backend, monkeypatch):
     """L6: leases, live tensors, pending transfers and the ledger's books are flat; a payload dies with its
     step.
     """
-    assembly = make(backend)
+    assembly = make(backend, pipeline__microbatches=2)
     alive: list[weakref.ref] = []
     retain = assembly.ledger.leases.retain
 
@@ -247,10 +239,8 @@ def test_fifty_steps_leave_nothing_behind(backend, monkeypatch):
     first: dict[str, Any] = {}
     results = []
     for number in range(52):
-        results.append(assembly.engine.step(number, batch(number)).loss)
-        assert len(alive) == (
-            4 * (2 * FP8_LINEARS + 1) if backend == "eager" else 0
-        )  # FP8 with inverse scales; the head
+        results.append(assembly.engine.step(number, batch(number, 2)).loss)
+        assert len(alive) == (4 * (2 * FP8_LINEARS + 1) if backend == "eager" else 0)  # FP8 with inverse scales; the head
         assert all(ref() is None for ref in alive)
         alive.clear()
         assert assembly.ledger.leases.counts() == {"groups": 0, "slots": 0}
@@ -339,9 +329,7 @@ def test_an_exception_in_the_middle_of_a_step(backend, action, when, monkeypatch
                     step(assembly, 70 + number)
             assert assembly.ledger.leases.counts() == {"groups": 0, "slots": 0}
             assert assembly.engine._pending == {} and assembly.engine._events == {}
-            assert all(
-                slot.saved is None for stage in assembly.engine.stages.values() for slot in stage.slots
-            )
+            assert all(slot.saved is None for stage in assembly.engine.stages.values() for slot in stage.slots)
         results.append(step(assembly, number))
     assert_as_reference(assembly, results, 0, 1, 2)
 
@@ -355,9 +343,7 @@ def test_an_exception_while_the_optimizer_runs_needs_a_restart(backend, monkeypa
         with pytest.raises(Sudden):
             step(assembly, 1)
     for _ in range(2):
-        with pytest.raises(
-            QEffectError, match="step 1 failed while the optimizer ran.* restart from the last checkpoint"
-        ):
+        with pytest.raises(QEffectError, match="step 1 failed while the optimizer ran.* restart from the last checkpoint"):
             step(assembly, 1)
 
 
@@ -383,14 +369,9 @@ def test_other_weights_in_the_same_storages(backend):
         if how == "stale":
             assembly.ledger.mode = Mode.OFF
         else:
-            with pytest.raises(
-                StaleWeightError, match="0F0 needs .*cache holds version 1, the parameter is at 2"
-            ) as caught:
+            with pytest.raises(StaleWeightError, match="0F0 needs .*cache holds version 1, the parameter is at 2") as caught:
                 step(assembly, 1)
-            assert (
-                caught.value.place["microbatch"] == 0
-                and caught.value.place["layer"] == "layers.0.attention.qkv.weight"
-            )
+            assert caught.value.place["microbatch"] == 0 and caught.value.place["layer"] == "layers.0.attention.qkv.weight"
             assembly.rebuild_caches()
         results[how] = [step(assembly, 1), tensors(assembly)]
         if how != "stale":
@@ -431,11 +412,7 @@ def test_a_weight_is_cast_once_a_step(backend, monkeypatch):
 def casts_to_fp8(graph: Any) -> dict[torch.dtype, int]:
     """How many casts from float32 the graph's tape has, by format."""
     copies = [op.args[:2] for op in graph._operations if op.run is torch.ops.aten.copy_.default]
-    return dict(
-        Counter(
-            a.dtype for a, b in copies if a.dtype in (E4M3.dtype, E5M2.dtype) and b.dtype is torch.float32
-        )
-    )
+    return dict(Counter(a.dtype for a, b in copies if a.dtype in (E4M3.dtype, E5M2.dtype) and b.dtype is torch.float32))
 
 
 # ---- gradients ---------------------------------------------------------------------------------------------
@@ -451,9 +428,7 @@ def test_what_was_in_the_main_gradients_is_gone(backend, value):
             assembly.flat.grad(name).fill_(value)
         results.append(step(assembly, number))
         for name in assembly.flat.trainable_names:
-            assert (
-                not (assembly.flat.grad(name) == 7.0).any() and torch.isfinite(assembly.flat.grad(name)).all()
-            )
+            assert not (assembly.flat.grad(name) == 7.0).any() and torch.isfinite(assembly.flat.grad(name)).all()
     assert_as_reference(assembly, results, 0, 1, 2)
 
 
@@ -461,18 +436,15 @@ def test_the_gradient_is_proportional_to_the_number_of_microbatches(backend):
     """G2: one microbatch k times under the same divisor gives k times its gradient."""
     one = batch(5, 1)
     losses, grads = {}, {}
-    for count in (1, 2, 4, 5):
+    for count in (1, 2, 5):
         assembly = assemble(config(**TINY, graphs__backend=backend, pipeline__microbatches=count))
-        repeated = [
-            tensor.expand(count, *tensor.shape[1:]).contiguous()
-            for tensor in (one.inputs, one.targets, one.loss_mask)
-        ]
+        repeated = [tensor.expand(count, *tensor.shape[1:]).contiguous() for tensor in (one.inputs, one.targets, one.loss_mask)]
         many = Batch(*repeated, tokens=one.tokens)
         assembly.prepare(many)
         losses[count] = float(assembly.engine.step(0, many).loss)
         grads[count] = {name: assembly.flat.grad(name).clone() for name in assembly.flat.trainable_names}
     assert all(grad.abs().max() > 0 for grad in grads[1].values())
-    for count in (2, 4, 5):
+    for count in (2, 5):
         assert losses[count] == pytest.approx(count * losses[1], rel=1e-12)
         for name, grad in grads[count].items():
             torch.testing.assert_close(grad, count * grads[1][name], rtol=1e-5, atol=1e-8)
@@ -542,10 +514,10 @@ def test_each_single_edge_of_one_rank(backend):
     numbers = [number for number, edge in enumerate(edges) if edge in SINGLE]
     assert len(numbers) == 4 and set(edges) - set(SINGLE) == {("compute", "compute")}
     for number in numbers:
-        assembly = make(backend)
         drop_edges(assembly, lambda _s, _t, n, number=number: n == number)
         with pytest.raises(StreamOrderError):
             step(assembly, 0)
+        assembly.engine._broken = None  # the numbers do not matter here
 
 
 def test_work_is_launched_on_the_stream_that_is_current_then(backend):
@@ -570,16 +542,14 @@ def test_work_is_launched_on_the_stream_that_is_current_then(backend):
         assembly.ledger.launch = lambda s, a, w, log=launched, run=launch: log.append((w, s)) or run(s, a, w)  # type: ignore
         drop_edges(assembly, lambda source, target, _, drop=drop: drop and (source, target) == ("A", "B"))
         if drop:
-            with pytest.raises(
-                StreamOrderError, match=r"0W0 \(read on stream 'B'\) is not ordered after 0I0"
-            ):
+            with pytest.raises(StreamOrderError, match=r"0W0 \(read on stream 'B'\) is not ordered after 0I0"):
                 step(assembly, 0)
             continue
         assert step(assembly, 0) == wanted
         assert {("0F0", "A"), ("0I0", "A"), ("0W0", "B")} <= set(launched)
 
 
-MICROBATCHES = 5
+MICROBATCHES = 4
 
 
 def two_ranks(backend: str, monkeypatch: pytest.MonkeyPatch, when: str = "late", **overrides: Any) -> Ranks:
@@ -613,9 +583,7 @@ def test_a_send_holds_its_buffer_and_a_receive_is_waited_for(backend, when, sche
         results = ranks.step(number, batch(number, MICROBATCHES))
         assert [float(result.loss) for result in results] == [losses[number]] * 2
         for transport, assembly in zip(ranks.transports, ranks.parts, strict=True):
-            assert len(transport.pending) == 2 * MICROBATCHES and all(
-                p.message.done and p.waited for p in transport.pending
-            )
+            assert len(transport.pending) == 2 * MICROBATCHES and all(p.message.done and p.waited for p in transport.pending)
             assert assembly.engine._pending == {} and assembly.engine._events == {}
     both: dict[str, torch.Tensor] = {}
     for assembly in ranks.parts:
@@ -722,12 +690,7 @@ def test_mode_trace_trains_the_same_and_writes_all_of_it(backend, tmp_path: Path
         ran = [f"{r['chunk']}{r['kind']}{r['microbatch']}" for r in lines if r["effect"] == "replay"]
         assert ran == plan * 3
     else:
-        assert (
-            effects["retain"]
-            == effects["input_grad_done"]
-            == effects["weight_grad"]
-            == 3 * 4 * (FP8_LINEARS + 1)
-        )
+        assert effects["retain"] == effects["input_grad_done"] == effects["weight_grad"] == 3 * 4 * (FP8_LINEARS + 1)
         assert effects["write_grad"] == 3 * 4 * len(assembly.flat.trainable_names)
     launched = [line["who"] for line in lines if line["effect"] == "launch" and line["who"] in plan]
     assert list(dict.fromkeys(launched)) == plan
