@@ -240,7 +240,7 @@ def test_fifty_steps_leave_nothing_behind(backend, monkeypatch):
     results = []
     for number in range(52):
         results.append(assembly.engine.step(number, batch(number, 2)).loss)
-        assert len(alive) == (4 * (2 * FP8_LINEARS + 1) if backend == "eager" else 0)  # FP8 with inverse scales; the head
+        assert len(alive) == (2 * (2 * FP8_LINEARS + 1) if backend == "eager" else 0)  # FP8 with inverse scales; the head
         assert all(ref() is None for ref in alive)
         alive.clear()
         assert assembly.ledger.leases.counts() == {"groups": 0, "slots": 0}
@@ -603,6 +603,7 @@ def test_edges_of_transfers(backend, when, monkeypatch):
         with pytest.raises(StreamOrderError) as caught:
             ranks.step(0, batch(0, MICROBATCHES))
         del clock.wait
+        mend(ranks)
         assert str(caught.value).startswith(first), str(caught.value)
         transfer = source if target == "compute" else target
         assert {caught.value.place["stream"], caught.value.place["other_stream"]} == {"compute", transfer}
@@ -645,10 +646,15 @@ def test_each_single_edge_of_transfers(schedule, monkeypatch):
             except StreamOrderError as error:
                 assert {error.place["stream"], error.place["other_stream"]} == {source, target}
             del assembly.ledger.streams.wait
-            for other in ranks.parts:
-                other.engine._broken = None  # the numbers do not matter here
+            mend(ranks)
             ranks.step(0, batch(0, MICROBATCHES))
     assert missed == []
+
+
+def mend(ranks: Ranks) -> None:
+    """Go on after an error: the numbers do not matter here, and the wire is empty again."""
+    for part_ in ranks.parts:
+        part_.engine._broken = None
 
 
 def runs(edges: list[tuple[str, str]]) -> list[list[int]]:

@@ -148,6 +148,11 @@ REFUSED: dict[str, tuple[Callable[[], object], str, str]] = {
         "",
         "random generator",
     ),
+    "fused attention with dropout": (
+        lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*[X.view(1, 1, 6, 6)] * 3, 0.5),
+        "flash_attention",
+        "random generator",
+    ),
     "nonzero": (lambda: X.nonzero(), "nonzero", "depends on data"),
     "masked_select": (lambda: X.masked_select(X > 0), "masked_select", "depends on data"),
     "boolean index": (lambda: X[X > 0], "index", "depends on data"),
