@@ -17,11 +17,13 @@ import torch
 
 from checkpoint.comm import Communicator
 from checkpoint.load import load_into
+from checkpoint.manifest import library_versions
 from checkpoint.reader import Checkpoint
 from checkpoint.shards import as_integers
 from qeffect_lm.contract.errors import ResumeError
 from qeffect_lm.contract.ledger import Ledger
 from qeffect_lm.graphs.register import digest
+from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.runtime.rng import generator_tensors, load_generator_tensors
 from qeffect_lm.state import LogicalTensor, Role
 
@@ -65,6 +67,29 @@ def contract_meta(target: Resumable, comm: Communicator) -> dict[str, Any] | Non
     return {"contract": merged, "graph_fingerprints": [fingerprint for _, fingerprint in gathered]}
 
 
+def check_replicas(items: Sequence[LogicalTensor], comm: Communicator, mesh: Mesh) -> None:
+    """Before a save: replicas of one tensor must hold the same bytes, since only one of them is written.
+
+    Raises:
+        ResumeError: names the tensor and the two ranks.
+    """
+    if mesh.size("dp") == 1:
+        return
+    gathered = comm.gather((mesh.coords, {item.name: digest(item.tensor) for item in items if "dp" in item.replicated}))
+    _raise_first(None if gathered is None else _first_disagreement(gathered), comm)
+
+
+def _first_disagreement(gathered: Sequence[tuple[dict[str, int], dict[str, str]]]) -> str | None:
+    first: dict[str, tuple[int, str]] = {}
+    for rank, (_, digests) in enumerate(gathered):
+        for name, value in digests.items():
+            before = first.setdefault(name, (rank, value))
+            if before[1] != value:
+                ranks = f"ranks {before[0]} and {rank}"
+                return f"tensor {name!r} is replicated, but {ranks} hold different bytes of it; nothing is saved"
+    return None
+
+
 def restore(
     checkpoint: Checkpoint,
     target: Resumable,
@@ -72,12 +97,17 @@ def restore(
     comm: Communicator,
     coords: dict[str, int],
     layout: dict[str, int],
-) -> None:
+    changed: Sequence[str] = (),
+) -> str | None:
     """Bring ``target`` and ``cursor`` to the checkpoint's state and capture; collective over ``comm``.
 
     Args:
         coords: this rank's mesh coordinates.
         layout: axis → size of this run; generators and graphs are compared when it is the checkpoint's.
+        changed: configuration keys that changed since the save and may change the graphs (a learning-rate table, say): then
+            graphs are captured anew and not compared. So they are under another torch.
+
+    Returns: why graphs were not compared, or None.
 
     Raises:
         ResumeError: state is missing, does not fit, or what was rebuilt differs from what was saved.
@@ -97,8 +127,16 @@ def restore(
         _restore_generators(checkpoint, coords, comm)
         items = [*items, *_generator_items(coords)]
     _raise_first(_compare(checkpoint, items, "is in memory after the restore"), comm)
-    if same_layout:
-        _raise_first(_compare_fingerprint(checkpoint, target, comm.rank), comm)
+    reasons = [*changed]
+    if not same_layout:
+        reasons.append("parallel layout")
+    before, now = checkpoint.manifest.versions.get("torch"), library_versions().get("torch")
+    if before != now:
+        reasons.append(f"torch {before} -> {now}")
+    if reasons:
+        return f"graphs captured anew, since these changed: {', '.join(reasons)}"
+    _raise_first(_compare_fingerprint(checkpoint, target, comm.rank), comm)
+    return None
 
 
 def _restore_versions(checkpoint: Checkpoint, ledger: Ledger) -> str | None:

@@ -24,7 +24,7 @@ def capture(engine: Engine, backend: GraphBackend, register: HiddenStateRegister
         CaptureError: something a graph must not freeze, or an address the register does not know.
     """
     keys = engine.plan.graph_keys(engine.rank)
-    captured = Captured()
+    captured = Captured(check_addresses=register.check_watched)
     with transaction(register, engine.ledger), engine.ledger.recording():
         engine.ledger.begin_step(-1)
         try:
@@ -72,6 +72,7 @@ def _capture_slot(
             with engine.ledger.action(str(kind), chunk, microbatch, beta=beta, slots=slots) as scope:
                 work(scope)
                 summary.append(scope.summarise())
+                engine.ledger.check_roles(str(kind), chunk, microbatch, summary[0].roles)
 
         label = f"{chunk}{kind} (I-slot {i_slot}, W-slot {w_slot}, beta {beta})"
         graph = backend.capture(label, inside, register=register, shares=shares)

@@ -69,6 +69,7 @@ class Captured:
 
     actions: dict[GraphKey, tuple[Graph, Summary]] = field(default_factory=dict)
     end: dict[str, Graph] = field(default_factory=dict)
+    check_addresses: Callable[[], None] = lambda: None  # raises CaptureError where a graph would read an old storage
 
     def fingerprint(self, plan: Plan) -> str:
         """SHA-256 over the plan and every graph's operations: equal before a kill and after the re-capture."""
@@ -154,6 +155,8 @@ class Engine:
         """
         if self._broken is not None:
             raise QEffectError(f"{self._broken}: restart from the last checkpoint")
+        if self.captured is not None and self.ledger.checks:
+            self.captured.check_addresses()
         self._step, self._batch = step, batch
         open_amax = self.ledger.timeline.open_amax.clone()
         stage_of_step = "actions"
@@ -184,6 +187,7 @@ class Engine:
                 slot.saved = None
         with torch.no_grad():
             self.ledger.timeline.open_amax.copy_(open_amax)
+            self.ledger.timeline.spoilt.zero_()
         self.ledger.abandon_step()
 
     # ---- compute actions ---------------------------------------------------------------------------------------
@@ -415,6 +419,10 @@ class Engine:
             self._run_end("commit", self.end.commit_)
             return
         direction = Direction.FORWARD if action.detail == "F" else Direction.BACKWARD
+        self._edge(self.compute_stream(), COLLECTIVE)
+        self.ledger.launch(COLLECTIVE, [(f"amax_{direction}", MERGE)], str(action))
+        self.end.reduce_amax_((direction,))  # replicas share one scale, so they share one roll
+        self._edge(COLLECTIVE, self.compute_stream())
         self.ledger.commit(epochs[direction], (direction,), str(action))
         self._launch(action, [(f"amax_{direction}", WRITE), ("scales", WRITE)])
         self._run_end(f"commit_{direction}", lambda: self.end.commit_direction_(direction))

@@ -5,6 +5,7 @@ Each piece is a method of device work only, so that it is captured like any acti
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -59,8 +60,8 @@ class StepEnd:
         blocks = order.padded_blocks
         wide = torch.float64
         self.losses = torch.zeros(microbatches, dtype=wide, device=device)  # per microbatch, on the last stage
-        self._loss = torch.zeros(1, dtype=wide, device=device)
-        self._loss_rows = torch.zeros(mesh.size("dp"), 1, dtype=wide, device=device)
+        self._mine = torch.zeros(2, dtype=wide, device=device)  # this replica's loss and number of non-finite amax
+        self._replicas = torch.zeros(mesh.size("dp"), 2, dtype=wide, device=device)
         # One row per stage: block sums, number of non-finite amax slots, loss.
         self._row = torch.zeros(blocks + 2, dtype=wide, device=device)
         self._rows = torch.zeros(mesh.size("pp"), blocks + 2, dtype=wide, device=device)
@@ -79,19 +80,25 @@ class StepEnd:
                 dist.all_reduce(self._flat.grad_buffer, group=group)
         self.reduce_amax_()
 
-    def reduce_amax_(self) -> None:
-        """Max-merge open amax slots over dp and tp (never over pipeline stages, whose roles differ)."""
+    def reduce_amax_(self, directions: Iterable[Direction] = tuple(Direction)) -> None:
+        """Max-merge open amax slots over dp and tp (never over pipeline stages, whose roles differ).
+
+        A NaN becomes an infinity first: a library's MAX may lose a NaN, and then ranks would disagree.
+        """
         for axis in ("dp", "tp"):
             group = self._mesh.group(axis)
             if group is not None and self._timeline.roles:
-                with naming(self._others(axis), f"the reduction of amax over {axis}"):
-                    dist.all_reduce(self._timeline.open_amax, op=dist.ReduceOp.MAX, group=group)
+                for direction in directions:
+                    slots = self._timeline.open_amax[self._timeline.rows(direction)]
+                    slots.nan_to_num_(nan=float("inf"), posinf=float("inf"))
+                    with naming(self._others(axis), f"the reduction of amax over {axis}"):
+                        dist.all_reduce(slots, op=dist.ReduceOp.MAX, group=group)
 
     def _others(self, axis: str) -> list[int]:
         return [rank for rank in self._mesh.peers(axis) if rank != self._mesh.rank]
 
     def gather_loss_(self) -> None:
-        gather_rows(self._loss_rows, self._loss, self._mesh, "dp")
+        gather_rows(self._replicas, self._mine, self._mesh, "dp")
 
     def gather_(self) -> None:
         gather_rows(self._rows, self._row, self._mesh, "pp")
@@ -99,19 +106,20 @@ class StepEnd:
     # ---- device work ------------------------------------------------------------------------------------------
 
     def sum_losses_(self) -> None:
-        """Per-microbatch losses, added in microbatch order."""
-        self._loss.zero_()
+        """Per-microbatch losses, added in microbatch order, and this replica's count of non-finite amax."""
+        self._mine.zero_()
         for microbatch in range(self.losses.shape[0]):
-            self._loss.add_(self.losses[microbatch])
+            self._mine[0].add_(self.losses[microbatch])
+        self._timeline.non_finite_(self._mine[1])
 
     def local_sums_(self) -> None:
-        """This stage's block sums, its count of non-finite amax slots and its loss, into the row to be gathered."""
+        """This stage's block sums, its count of non-finite amax and its loss over all replicas, into the row to be gathered."""
         self._row[:-2].copy_(self._sums.compute_())
-        self._timeline.non_finite_(self._row[-2])
-        total = self._loss_rows[0, 0].clone()
-        for rank in range(1, self._loss_rows.shape[0]):
-            total.add_(self._loss_rows[rank, 0])
-        self._row[-1].copy_(total)
+        total = self._replicas[0].clone()
+        for rank in range(1, self._replicas.shape[0]):
+            total.add_(self._replicas[rank])
+        self._row[-2].copy_(total[1])
+        self._row[-1].copy_(total[0])
 
     def optimizer_step_(self) -> None:
         """Vote, norm, clip, AdamW, and the cast of the compute-dtype parameters. Equal rows give equal decisions."""

@@ -273,6 +273,7 @@ class TrainConfig(Section):
         on_resume="warn",
         unit="optimizer steps",
         ge=1,
+        le=10_000_000,
     )
     max_minutes: float | None = _key(
         None,

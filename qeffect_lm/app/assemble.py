@@ -200,6 +200,8 @@ def assemble(config: Config, mesh: Mesh | None = None, plan: Plan | None = None)
         seed=config.run.seed,
         poison=config.contract.poison,
     )
+    for index, chunk in chunks.items():
+        _declare_roles(ledger, index, chunk)
     register = _register(flat, timeline, cache, optimizer, end, stages, divisor)
     evaluator = Evaluator(engine)
     return Assembly(
@@ -241,6 +243,13 @@ def _bind_parameters(chunk: torch.nn.Module, flat: FlatBuffers) -> None:
 def _master_of(flat: FlatBuffers, name: str):  # noqa: ANN202 (a closure over the live view)
     master = flat.master(name)
     return lambda: master
+
+
+def _declare_roles(ledger: Ledger, index: int, chunk: torch.nn.Module) -> None:
+    """Which scale roles every F and I of a chunk owes the timeline."""
+    layers = [m for m in chunk.modules() if isinstance(m, SplitLinear) and isinstance(m.recipe, DelayedScaling)]
+    ledger.declare_roles("F", index, [f"{layer.name}.input" for layer in layers])
+    ledger.declare_roles("I", index, [f"{layer.name}.grad_output" for layer in layers])
 
 
 def _trace_writer(config: Config, mesh: Mesh) -> TraceWriter | None:
@@ -340,7 +349,10 @@ def _register(
                 register.add(f"chunk{index}/slot{number}/{name}", tensor, owner="stage")
         for name, buffer in stage.chunk.named_buffers():
             register.add(f"chunk{index}/{name}", buffer, owner="layers", mutable=False)
-        for name, parameter in stage.chunk.named_parameters():
+        for name, parameter in named_parameters(stage.chunk):
             if not register.knows(parameter):
                 raise UsageError(f"parameter {name} of chunk {index} does not lie in the flat storage")
+            register.watch(name, lambda parameter=parameter: parameter)  # type: ignore[misc]
+    for attribute in ("scale", "history", "open_amax"):
+        register.watch(f"timeline/{attribute}", lambda attribute=attribute: getattr(timeline, attribute))  # type: ignore[misc]
     return register

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -14,7 +15,7 @@ from qeffect_lm.errors import QEffectError
 from qeffect_lm.runtime.apex_probe import probe_apex
 from qeffect_lm.runtime.determinism import apply_before_torch, apply_to_torch
 from qeffect_lm.runtime.install_check import check_installation
-from qeffect_lm.runtime.launch import LaunchEnv
+from qeffect_lm.runtime.launch import LaunchEnv, StopSignals
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,6 +48,9 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except OSError as error:
+        _report(QEffectError(f"{error.strerror or error}: {error.filename or 'no file named'}"), rank, arguments.traceback)
+        return 1
     except Exception as error:
         _report(error, rank, arguments.traceback)
         return 1
@@ -68,7 +72,8 @@ def _run(arguments: argparse.Namespace, environ: MutableMapping[str, str]) -> in
         return 0
     from qeffect_lm.app.run import train_run
 
-    return train_run(config, env, lambda text: print(text, flush=True))
+    with StopSignals() as signals:
+        return train_run(config, env, lambda text: print(text, flush=True), signals)
 
 
 def _report(error: BaseException, rank: str, show_traceback: bool) -> None:
@@ -83,6 +88,8 @@ def _report(error: BaseException, rank: str, show_traceback: bool) -> None:
 
 def leave(code: int, environ: Mapping[str, str]) -> None:
     """End the process. After a failure among several ranks at once: background threads of a broken group must not keep it."""
+    for signum in StopSignals.SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)  # a late repeat must not replace the exit code
     sys.stdout.flush()
     sys.stderr.flush()
     if code and int(environ.get("WORLD_SIZE") or environ.get("SLURM_NTASKS") or 1) > 1:

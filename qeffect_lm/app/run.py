@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from checkpoint import (
     Checkpoint,
+    CheckpointError,
     GroupCommunicator,
     SingleProcess,
     find_resumable,
@@ -24,11 +25,12 @@ from checkpoint import (
     scan,
 )
 from checkpoint.comm import Communicator
-from checkpoint.resume import contract_meta, restore, saved_state
+from checkpoint.resume import check_replicas, contract_meta, restore, saved_state
 from pipeline.plan import Plan
 from qeffect_lm import __version__
 from qeffect_lm.app.assemble import Assembly, assemble
 from qeffect_lm.config import Config, config_diff_on_resume
+from qeffect_lm.contract.errors import ResumeError
 from qeffect_lm.contract.timeline import Direction
 from qeffect_lm.data.indexed import IndexedDataset
 from qeffect_lm.data.loader import StepBatch, StepLoader, sequential_batches
@@ -37,6 +39,7 @@ from qeffect_lm.errors import UsageError
 from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.parallel.peers import naming
 from qeffect_lm.runtime.launch import LaunchEnv, StopSignals, check_world, init_process_group, shared_folder_check
+from qeffect_lm.runtime.lock import holding
 from qeffect_lm.runtime.loop import Outcome, Parts, train
 from qeffect_lm.runtime.metrics import MetricsWriter, StepMetrics
 from qeffect_lm.runtime.progress import Progress
@@ -59,6 +62,7 @@ class Run:
     tokens: int = 0
     wandb: WandbLogger | None = None
     dataset_hash: str = ""
+    branch: str | None = None
 
     @property
     def leads(self) -> bool:
@@ -84,6 +88,8 @@ class Run:
 
     def save(self, step: int, tokens: int) -> Path:
         """Write ``step_<step>``; collective. A failure leaves the previous checkpoint and raises."""
+        self.assembly.register.check_addresses()
+        check_replicas(self.assembly.logical_tensors(), self.comm, self.mesh)
         contract = contract_meta(self.assembly, self.comm)
         meta = {} if contract is None else self._meta(step, tokens, contract)
         return save_checkpoint(
@@ -108,6 +114,7 @@ class Run:
             "schedule": self.config.pipeline.schedule,
             "plan": self.assembly.plan.to_json(),
             "plan_fingerprint": self.assembly.plan.fingerprint(),
+            "branch": self.branch,
             "wandb": None if self.wandb is None else self.wandb.state(),
             **contract,
         }
@@ -123,8 +130,10 @@ def check_tokens(batch: StepBatch, vocab_size: int) -> None:
         )
 
 
-def train_run(config: Config, env: LaunchEnv, say: Callable[[str], None] = print) -> int:
-    """Train as configured; returns the process's exit code.
+def train_run(
+    config: Config, env: LaunchEnv, say: Callable[[str], None] = print, signals: StopSignals | None = None
+) -> int:
+    """Train as configured; returns the process's exit code. ``signals`` (entered) may come from the caller.
 
     Raises:
         UsageError, QEffectError: see their messages; every rank raises or dies.
@@ -133,13 +142,16 @@ def train_run(config: Config, env: LaunchEnv, say: Callable[[str], None] = print
     _check_supported(config)
     check_tokenizer(config)
     with ExitStack() as stack:
+        signals = signals or stack.enter_context(StopSignals())
         if init_process_group(env, config.launch.backend, config.launch.timeout_seconds):
             stack.callback(_leave_group)
+        if env.rank == 0:
+            stack.enter_context(holding(Path(config.run.dir)))
         run, checkpoint = _set_up(config, env, say)
         start = run.start
         if checkpoint is not None and run.leads:
             say(f"resumed at {start} from {checkpoint.path}")
-        outcome = _drive(run, checkpoint, stack, say)
+        outcome = _drive(run, checkpoint, stack, signals, say)
         if run.leads:
             _say_end(run, outcome, start, checkpoint is not None, say)
         return config.checkpoint.requeue_exit_code if outcome.stopped else 0
@@ -151,30 +163,33 @@ def _set_up(config: Config, env: LaunchEnv, say: Callable[[str], None]) -> tuple
     mesh.create_groups()
     comm: Communicator = GroupCommunicator() if env.world > 1 else SingleProcess()
     folder = config.checkpoint_dir()
-    if env.world > 1:
-        shared_folder_check(folder, env)
+    shared_folder_check(folder, env)
     checkpoint = _find_checkpoint(config, comm)
-    if checkpoint is not None:
-        _check_config(config, checkpoint, env, say)
+    changed = [] if checkpoint is None else _check_config(config, checkpoint, env, say)
     seed_generators(config.run.seed, env.rank)
     assembly = assemble(config, mesh, _plan_of(checkpoint, mesh, config))
     dataset = open_dataset(config.data.train, "data.train")
     loader = make_loader(config, dataset, mesh)
-    run = Run(config, env, mesh, comm, assembly, loader, held_out_batch(config), dataset_hash=dataset.content_hash())
+    held_out, branch = held_out_batch(config), _branch_of(config, checkpoint)
+    run = Run(config, env, mesh, comm, assembly, loader, held_out, dataset_hash=dataset.content_hash(), branch=branch)
     if checkpoint is None:
         first = loader.next_step()
         check_tokens(first, config.model.vocab_size)
         loader.load_state({**loader.state(), "next_sample": 0})  # calibration consumes no data
         assembly.prepare(first)
     else:
-        restore(checkpoint, assembly, loader, comm, mesh.coords, run.layout())
+        note = _restore(run, checkpoint, changed)
+        if note is not None and env.rank == 0:
+            say(note)
         run.start, run.tokens = checkpoint.step, int(checkpoint.meta["tokens"])
     if env.rank == 0:
         _save_config(config, run.start)
     return run, checkpoint
 
 
-def _drive(run: Run, checkpoint: Checkpoint | None, stack: ExitStack, say: Callable[[str], None]) -> Outcome:
+def _drive(
+    run: Run, checkpoint: Checkpoint | None, stack: ExitStack, signals: StopSignals, say: Callable[[str], None]
+) -> Outcome:
     """Open the sinks, run the loop, close them."""
     config = run.config
     sinks: list[Callable[[StepMetrics], None]] = []
@@ -198,7 +213,6 @@ def _drive(run: Run, checkpoint: Checkpoint | None, stack: ExitStack, say: Calla
         stack.callback(run.wandb.finish)
         progress = stack.enter_context(Progress(config.train.steps, run.start, mode=config.logging.progress))
         sinks = [writer.write, run.wandb.log, progress.update]
-    signals = stack.enter_context(StopSignals())
     if run.start == 0 and config.train.eval_every:
         before = run.evaluate()
         if before is not None and run.leads:
@@ -249,7 +263,8 @@ def _say_end(run: Run, outcome: Outcome, start: int, resumed: bool, say: Callabl
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # KiB on Linux
     say(f"peak memory of rank 0: {peak:,.0f} MiB")
     if outcome.stopped:
-        say(f"{head}; stopped by {outcome.stopped} at step {outcome.step} of {total}, saved")
+        saved = "saved" if outcome.step > start else "nothing new to save"
+        say(f"{head}; stopped by {outcome.stopped} at step {outcome.step} of {total}, {saved}")
     else:
         say(f"{head} of {total}")
 
@@ -327,9 +342,7 @@ def _choose(config: Config) -> Path | None:
     folder = config.checkpoint_dir()
     resume = config.checkpoint.resume
     if resume not in ("auto", "never"):
-        chosen = resolve(Path(resume))
-        _refuse_overwriting(config, open_checkpoint(chosen).step)
-        return chosen
+        return _choose_named(config, Path(resume))
     found = find_resumable(folder)
     if resume == "never" and found is not None:
         raise UsageError(
@@ -338,18 +351,44 @@ def _choose(config: Config) -> Path | None:
     return found
 
 
-def _refuse_overwriting(config: Config, step: int) -> None:
-    """Going on from ``step`` would meet later checkpoints of the same folder, which are never overwritten."""
+def _choose_named(config: Config, path: Path) -> Path:
+    """``checkpoint.resume=PATH``; once the branch it begins has checkpoints of its own, the newest of those."""
+    if not path.exists():
+        raise UsageError(f"checkpoint.resume={path} does not exist: give a checkpoint's folder, or auto")
+    chosen = resolve(path)
+    step = open_checkpoint(chosen).step
     later = [found for found in scan(config.checkpoint_dir()) if found.step > step]
-    if later and config.train.steps > step:
-        raise UsageError(
-            f"checkpoint.resume asks for step {step}, but {config.checkpoint_dir()} holds {later[-1].path.name} already: set "
-            "another run.dir (or checkpoint.dir) for the branch, or move the later checkpoints away"
-        )
+    if not later or config.train.steps <= step:
+        return chosen
+    newest = find_resumable(config.checkpoint_dir())
+    if newest is not None and open_checkpoint(newest).meta.get("branch") == str(chosen.resolve()):
+        return newest
+    raise UsageError(
+        f"checkpoint.resume asks for step {step}, but {config.checkpoint_dir()} holds {later[-1].path.name} already: set "
+        "another run.dir (or checkpoint.dir) for the branch, or move the later checkpoints away"
+    )
 
 
-def _check_config(config: Config, checkpoint: Checkpoint, env: LaunchEnv, say: Callable[[str], None]) -> None:
-    """Print what changed since the save; refuse what may not."""
+def _branch_of(config: Config, checkpoint: Checkpoint | None) -> str | None:
+    """The checkpoint that this run's line began from by ``checkpoint.resume=PATH``; kept over restarts."""
+    if config.checkpoint.resume not in ("auto", "never"):
+        return str(resolve(Path(config.checkpoint.resume)).resolve())
+    return None if checkpoint is None else checkpoint.meta.get("branch")
+
+
+def _restore(run: Run, checkpoint: Checkpoint, changed: list[str]) -> str | None:
+    """Restore; a checkpoint that cannot be read or does not fit is named together with the one before it."""
+    try:
+        return restore(checkpoint, run.assembly, run.loader, run.comm, run.mesh.coords, run.layout(), changed)
+    except (CheckpointError, ResumeError) as error:
+        earlier = [found.path for found in scan(checkpoint.path.parent) if found.step < checkpoint.step and not found.fault]
+        after = f"the same command then resumes from {earlier[-1].name}" if earlier else "there is no earlier one"
+        error.args = (f"{error}. If it is damaged, move {checkpoint.path} away: {after}",)
+        raise
+
+
+def _check_config(config: Config, checkpoint: Checkpoint, env: LaunchEnv, say: Callable[[str], None]) -> list[str]:
+    """Print what changed since the save; refuse what may not. Returns the keys whose change may change graphs."""
     changes = config_diff_on_resume(checkpoint.meta["config"], config)
     refused = [change for change in changes if change.severity == "refuse"]
     if refused:
@@ -361,6 +400,7 @@ def _check_config(config: Config, checkpoint: Checkpoint, env: LaunchEnv, say: C
     if env.rank == 0:
         for change in changes:
             say(f"changed since the checkpoint: {change}" + (" (changes results)" if change.severity == "warn" else ""))
+    return [change.key for change in changes if change.severity == "warn"]
 
 
 def _plan_of(checkpoint: Checkpoint | None, mesh: Mesh, config: Config) -> Plan | None:

@@ -8,13 +8,13 @@ and applies the summary in a few comparisons.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from qeffect_lm.contract.errors import LeaseError
+from qeffect_lm.contract.errors import LeaseError, ScaleOrderError
 from qeffect_lm.contract.grads import GradSlots
 from qeffect_lm.contract.leases import LeaseTable, Slot
 from qeffect_lm.contract.streams import Access, StreamClock
@@ -81,6 +81,11 @@ class Scope:
         if self.ledger.checks:
             self.ledger.timeline.check_reader(self.contributor, role)
             self.ledger.note(self, "report_amax", role, epoch=self.epoch)
+
+    def report_empty(self, role: str) -> None:
+        """The role had no work in this action (an idle expert): its slot stays as it is."""
+        self._roles.append(role)
+        self.ledger.note(self, "report_empty", role, epoch=self.epoch)
 
     def read_weight(self, name: str, layout: str) -> None:
         """The action reads a cached weight: current version and, in window ``step``, current epoch."""
@@ -165,6 +170,7 @@ class Ledger:
         self.leases, self.streams = LeaseTable(), StreamClock()
         self._trace = trace
         self._current: Scope | None = None
+        self._declared: dict[tuple[str, int], frozenset[str]] = {}
         self.step = 0
 
     @property
@@ -174,6 +180,27 @@ class Ledger:
     def weight_epoch(self) -> int | None:
         """The scale epoch a cached weight must have: in window ``microbatch`` a cache keeps the scale it was made with."""
         return self.timeline.epochs[Direction.FORWARD] if self.timeline.window == "step" else None
+
+    def declare_roles(self, kind: str, chunk: int, roles: Iterable[str]) -> None:
+        """Say which scale roles every F (or I) of ``chunk`` must report, by an amax or as EMPTY."""
+        self._declared[kind, chunk] = frozenset(roles)
+
+    def check_roles(self, kind: str, chunk: int, microbatch: int, reported: Iterable[str]) -> None:
+        """At the end of an eager action, and of a capture.
+
+        Raises:
+            ScaleOrderError: a declared role was not reported: its scale would freeze unnoticed.
+        """
+        missing = self._declared.get((kind, chunk), frozenset()).difference(reported)
+        if missing:
+            raise ScaleOrderError(
+                f"{chunk}{kind}{microbatch} ended and nobody reported an amax (or EMPTY) of {min(missing)!r}: its scale would "
+                "never move again",
+                role=min(missing),
+                chunk=chunk,
+                microbatch=microbatch,
+                epoch=self.timeline.epochs[_DIRECTION[kind]],
+            )
 
     # ---- the step ----------------------------------------------------------------------------------------------
 
@@ -229,6 +256,7 @@ class Ledger:
         finally:
             self._current = None
         if direction is not None and self.checks:
+            self.check_roles(kind, chunk, microbatch, scope._roles)
             self.timeline.end(scope.contributor)
         if self.checks:
             self.leases.finish(kind, chunk, microbatch)

@@ -89,6 +89,7 @@ class ScaleTimeline:
         self.open_amax = torch.full((n,), EMPTY, device=device)
         maxima = [role.fp8_max for role in self.roles]
         self.fp8_max = torch.tensor(maxima, device=device, dtype=torch.float32)
+        self.spoilt = torch.zeros((), dtype=torch.float64, device=device)  # non-finite slots rolled away in this step
         self.epochs: dict[Direction, int] = {Direction.FORWARD: 0, Direction.BACKWARD: 0}
         self._readers: dict[Hashable, _Reader] = {}
         self._expected: dict[Direction, frozenset[Hashable]] = {d: frozenset() for d in Direction}
@@ -117,6 +118,8 @@ class ScaleTimeline:
                 continue
             amax, history, scale = self.open_amax[rows], self.history[rows], self.scale[rows]
             rolls = torch.isfinite(amax) & (amax >= 0) & ~skip
+            if self.window == "microbatch":
+                self.spoilt.add_((~torch.isfinite(amax)).sum())
             rolled = torch.cat([amax[:, None], history[:, :-1]], dim=1)
             history.copy_(torch.where(rolls[:, None], rolled, history))
             peak = history.amax(dim=1) if self.amax == "max" else history[:, 0]
@@ -126,8 +129,17 @@ class ScaleTimeline:
             amax.fill_(EMPTY)
 
     def non_finite_(self, out: torch.Tensor) -> None:
-        """``out`` (0-dim float64) = how many open slots hold an infinity or a NaN."""
+        """``out`` (0-dim float64) = how many amax of this step were an infinity or a NaN; starts the next step's count.
+
+        Window ``microbatch`` clears its slots before the step's fate is voted on, so those count when they are rolled away.
+        """
         out.copy_((~torch.isfinite(self.open_amax)).sum())
+        out.add_(self.spoilt)
+        self.spoilt.zero_()
+
+    def rows(self, direction: Direction) -> slice:
+        """The rows of a direction's roles in all tensors."""
+        return self._rows[direction]
 
     # ---- the host's account ------------------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ class WeightVersions:
                 del self._epochs[before.epoch]
         self._epochs[epoch] = self._epochs.get(epoch, 0) + 1
         record = CacheRecord(self.versions[name], epoch, frozenset(layouts))
-        if before is None or before.layouts != record.layouts:
+        if before is not None and before.layouts != record.layouts:
             self._present.clear()
         self.caches[name] = record
         self.casts[name] = self.casts.get(name, 0) + 1

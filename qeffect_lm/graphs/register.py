@@ -7,7 +7,7 @@ register does not know is a :class:`CaptureError`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -81,6 +81,7 @@ class HiddenStateRegister:
         self._addresses: dict[str, int] = {}
         self._aliases: list[torch.Tensor] = []  # keep storages alive: a freed one's identity may come back
         self._parts: list[tuple[str, object]] = []
+        self._watched: list[tuple[str, Callable[[], torch.Tensor], int]] = []
 
     def add(self, name: str, tensor: torch.Tensor, *, owner: str, mutable: bool = True) -> None:
         """Register a tensor. A name is registered once."""
@@ -104,6 +105,24 @@ class HiddenStateRegister:
         for name, tensor in _tensors(owner, part):
             if not self.knows(tensor):
                 self.add(name, _whole_storage(tensor), owner=owner)
+
+    def watch(self, name: str, current: Callable[[], torch.Tensor]) -> None:
+        """Have :meth:`check_watched` see that ``current()`` stays at its address (a parameter, an owner's attribute)."""
+        self._watched.append((name, current, current().data_ptr()))
+
+    def check_watched(self) -> None:
+        """The part of :meth:`check_addresses` that is cheap enough for every step.
+
+        Raises:
+            CaptureError: names the tensor that was replaced or moved.
+        """
+        for name, current, address in self._watched:
+            if current().data_ptr() != address:
+                raise CaptureError(
+                    f"{name!r} was replaced since the capture: graphs read the old storage; write it in place (copy_), then "
+                    "bump its version and refresh the caches",
+                    tensor=name,
+                )
 
     def knows(self, tensor: torch.Tensor) -> bool:
         return storage_id(tensor) in self._storages

@@ -76,9 +76,7 @@ def test_graphs_that_share_a_slot_count_together():
     """Two graphs over sets of parameters that overlap: the second may not overwrite the common one."""
     grads = slots()
     grads.write_group(("a.weight", "b.weight"), 0)
-    error = fails(
-        grads.write_group, ("c.weight", "b.weight"), 0, 5, message="'b.weight' has beta 0: it would overwrite"
-    )
+    error = fails(grads.write_group, ("c.weight", "b.weight"), 0, 5, message="'b.weight' has beta 0: it would overwrite")
     assert error.place == {"layer": "b.weight", "microbatch": 5, "beta": 0, "writers": 1}
     fails(grads.write_group, ("b.weight", "c.weight"), 1, message="'c.weight' has beta 1")
 
@@ -90,6 +88,7 @@ def test_a_graph_that_writes_a_slot_twice():
     assert error.place["writers"] == 1
     grads.write_group(("a.weight",), 0)
     grads.write_group(("a.weight", "a.weight"), 1)
+    assert fails(grads.write, "a.weight", 0, message="writer 4").place["writers"] == 3
     error = fails(grads.check_complete, 2, message="with 3 of 2 contributions")
     assert error.place == {"layer": "a.weight", "writers": 3, "expected": 2}
 

@@ -29,9 +29,7 @@ def table(step: int = 3) -> LeaseTable:
     return leases
 
 
-def forward(
-    leases: LeaseTable, microbatch: int = 0, i_slot: Slot = I0, w_slot: Slot = W0, layers=LAYERS
-) -> None:
+def forward(leases: LeaseTable, microbatch: int = 0, i_slot: Slot = I0, w_slot: Slot = W0, layers=LAYERS) -> None:
     """F of a microbatch of chunk 0, as an eager action makes it."""
     leases.open(0, microbatch, i_slot, w_slot)
     for layer in layers:
@@ -133,9 +131,7 @@ def test_a_microbatch_goes_forward_once(before):
         forward(leases)
         for done in before[1:]:
             move(leases, done)
-    fails(
-        LeaseRetainedError, leases.open, 0, 0, I1, W1, message="already went forward", microbatch=0, layer="*"
-    )
+    fails(LeaseRetainedError, leases.open, 0, 0, I1, W1, message="already went forward", microbatch=0, layer="*")
 
 
 @pytest.mark.parametrize(
@@ -297,9 +293,7 @@ def test_a_handle_of_an_older_generation_reads_nothing():
     leases.consume(consumed)
     move(leases, "I", 0)
     move(leases, "W", 0)
-    fails(
-        StaleHandleError, leases.consume, old, layer="qkv", generation=1, slot_generation=1
-    )  # released, not reused
+    fails(StaleHandleError, leases.consume, old, layer="qkv", generation=1, slot_generation=1)  # released, not reused
     forward(leases, 1)
     place = {"step": 3, "chunk": 0, "microbatch": 0, "layer": "qkv", "generation": 1, "slot_generation": 2}
     error = fails(StaleHandleError, leases.consume, old, **place)
@@ -390,14 +384,10 @@ class Model:
 keys = st.tuples(st.integers(0, 1), st.integers(0, 1))
 moves = st.tuples(st.sampled_from("FFIIWW"), keys, st.integers(0, 1), st.integers(0, 1), st.booleans())
 marks = st.sampled_from(["begin", "end", "end", "abandon"])
-scripts = st.lists(
-    st.one_of(moves, moves, moves, moves, moves, moves, moves, marks), min_size=20, max_size=60
-)
+scripts = st.lists(st.one_of(moves, moves, moves, moves, moves, moves, moves, marks), min_size=20, max_size=60)
 
 
-def run_one(
-    leases: LeaseTable, kind: str, key: tuple[int, int], slots: tuple[Slot, Slot], graph: bool
-) -> None:
+def run_one(leases: LeaseTable, kind: str, key: tuple[int, int], slots: tuple[Slot, Slot], graph: bool) -> None:
     """One action, as the ledger makes it, eagerly or by a graph."""
     if kind == "F":
         leases.open(*key, *slots)

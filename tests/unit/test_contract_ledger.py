@@ -215,9 +215,7 @@ def test_a_stale_weight_at_the_first_read(how):
     driver.ledger.begin_step(0)
     driver.act("F", 0)
     driver.ledger.versions.bump(["a.weight"])
-    error = fails(
-        StaleWeightError, driver.act, "F", 1, None, 1, layer="a.weight", cached_version=0, parameter_version=1
-    )
+    error = fails(StaleWeightError, driver.act, "F", 1, None, 1, layer="a.weight", cached_version=0, parameter_version=1)
     assert error.place["microbatch"] == 1 and "0F1" in str(error)
     driver.ledger.abandon_step()
     driver.refresh(["rows"])
@@ -245,10 +243,7 @@ def test_a_cache_outlives_commits_within_a_step_in_window_microbatch(how):
     for microbatch in range(5):
         driver.act("F", microbatch, slot=microbatch)
         driver.ledger.commit(microbatch, (Direction.FORWARD,))
-    assert (
-        driver.ledger.versions.caches["a.weight"].epoch == 0
-        and driver.ledger.timeline.epochs[Direction.FORWARD] == 5
-    )
+    assert driver.ledger.versions.caches["a.weight"].epoch == 0 and driver.ledger.timeline.epochs[Direction.FORWARD] == 5
     assert driver.ledger.weight_epoch() is None
 
 
@@ -275,9 +270,27 @@ def test_a_contributor_is_missing_at_the_commit(how):
     driver.ledger.begin_step(0)
     for microbatch in (0, 2):
         driver.act("F", microbatch, slot=microbatch)
-    fails(
-        ScaleOrderError, driver.ledger.commit, 0, message="before ('F', 0, 1) reported (1 missing)", epoch=0
-    )
+    fails(ScaleOrderError, driver.ledger.commit, 0, message="before ('F', 0, 1) reported (1 missing)", epoch=0)
+
+
+def test_a_declared_role_that_nobody_reports():
+    """I1: its scale would freeze unnoticed; an idle producer reports EMPTY, which counts and leaves the slot alone."""
+    driver = Driver()
+    ledger = driver.ledger
+    ledger.declare_roles("F", 0, ["a.input", "b.input", "idle.input"])
+    ledger.declare_roles("I", 1, ["other.grad_output"])
+    ledger.begin_step(0)
+    error = fails(ScaleOrderError, driver.act, "F", 0, message="0F0 ended and nobody reported an amax (or EMPTY)")
+    assert error.place == {"role": "idle.input", "chunk": 0, "microbatch": 0, "epoch": 0}
+    ledger.abandon_step()
+    ledger.begin_step(0)
+    with ledger.action("F", 0, 0, slots=(Slot("I", 0, 0), Slot("W", 0, 0))) as scope:
+        driver.work(scope)
+        scope.report_empty("idle.input")
+    assert "idle.input" in scope.summarise().roles
+    driver.act("I", 0)
+    ledger.check_roles("W", 0, 0, [])
+    fails(ScaleOrderError, ledger.check_roles, "F", 0, 3, ["a.input"], role="b.input", microbatch=3)
 
 
 def test_work_outside_a_step(how):
@@ -481,11 +494,7 @@ def test_trace_writes_every_effect_in_order(how, tmp_path):
             ("F", 1, None),
             ("I", 0, 0),
         ]
-        assert (
-            replays[-1]["slot"] == "W0.1"
-            and replays[-1]["generation"] == 1
-            and replays[-1]["layers"] == ["b", "a"]
-        )
+        assert replays[-1]["slot"] == "W0.1" and replays[-1]["generation"] == 1 and replays[-1]["layers"] == ["b", "a"]
         assert replays[0]["weights"] == list(WEIGHTS) and replays[0]["roles"] == ["a.input", "b.input"]
     else:
         first = [line["effect"] for line in lines if line.get("microbatch") == 0]

@@ -35,9 +35,7 @@ BUFFERS = ("x", "y")
 class Oracle:
     """Nodes in order of time; an edge has the set of buffers it vouches for (None: all)."""
 
-    edges: dict[int, list[tuple[int, frozenset[Hashable] | None]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
+    edges: dict[int, list[tuple[int, frozenset[Hashable] | None]]] = field(default_factory=lambda: defaultdict(list))
     last: dict[str, int] = field(default_factory=dict)  # the last node of each stream
     accesses: list[tuple[int, str, Hashable, Access, int, int]] = field(default_factory=list)
     size: int = 0
@@ -139,9 +137,7 @@ def check_program(program: list[tuple]) -> int:
 streams = st.sampled_from(STREAMS)
 buffers = st.sampled_from(BUFFERS)
 ranges = st.tuples(st.integers(0, 6), st.integers(1, 6)).map(lambda pair: (pair[0], pair[0] + pair[1]))
-an_access = st.tuples(st.just("access"), streams, buffers, st.sampled_from(list(Access)), ranges).map(
-    lambda t: (*t[:4], *t[4])
-)
+an_access = st.tuples(st.just("access"), streams, buffers, st.sampled_from(list(Access)), ranges).map(lambda t: (*t[:4], *t[4]))
 covers = st.one_of(st.none(), st.none(), st.lists(buffers, unique=True, max_size=2))
 edges = st.one_of(
     st.tuples(st.just("launch"), streams),
@@ -152,9 +148,7 @@ rare = st.one_of(st.just(("settle",)), st.tuples(st.just("forget"), buffers))
 blocks = st.tuples(st.lists(st.one_of(edges, edges, edges, rare), max_size=4), an_access).map(
     lambda block: [*block[0], block[1]]
 )
-programs = st.lists(blocks, min_size=6, max_size=16).map(
-    lambda many: [step for block in many for step in block]
-)
+programs = st.lists(blocks, min_size=6, max_size=16).map(lambda many: [step for block in many for step in block])
 
 
 @settings(max_examples=200)
@@ -166,9 +160,7 @@ def test_raises_exactly_when_the_oracle_sees_a_race(program):
 
 @settings(max_examples=200)
 @given(
-    st.lists(
-        st.tuples(st.sampled_from("abc"), st.sampled_from(list(Access)), ranges), min_size=2, max_size=6
-    ),
+    st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(list(Access)), ranges), min_size=2, max_size=6),
     st.data(),
 )
 def test_a_chain_of_edges_orders_everything_and_one_missing_edge_does_not(accesses, data):
@@ -253,9 +245,7 @@ def test_the_error_names_both_sides_and_the_remedy():
 def test_an_access_without_a_name_is_called_by_its_kind():
     clock = StreamClock()
     clock.access("a", "x", MERGE)
-    with pytest.raises(
-        StreamOrderError, match=r"^read \(read on stream 'b'\) is not ordered after max_merge"
-    ):
+    with pytest.raises(StreamOrderError, match=r"^read \(read on stream 'b'\) is not ordered after max_merge"):
         clock.access("b", "x", READ)
 
 

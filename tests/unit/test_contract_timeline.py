@@ -72,9 +72,7 @@ def test_roles_that_report_nothing_keep_their_scale():
         report(line, {"a.input": 16.0})
         line.roll_(NO)
     idle = [line.index[name] for name in ("a.weight", "a.grad_output", "b.grad_output")]
-    assert torch.equal(line.scale[idle], before["scale"][idle]) and torch.equal(
-        line.history[idle], before["history"][idle]
-    )
+    assert torch.equal(line.scale[idle], before["scale"][idle]) and torch.equal(line.history[idle], before["history"][idle])
     assert float(line.scale_of("a.input")) == 28.0
     assert (line.open_amax == EMPTY).all()
 
@@ -145,6 +143,23 @@ def test_a_skipped_step_rolls_nothing_and_clears_the_window():
     assert (line.open_amax == EMPTY).all()
 
 
+@pytest.mark.parametrize("window", ["step", "microbatch"])
+def test_a_non_finite_amax_is_counted_once_and_in_its_step(window):
+    """S8: window microbatch clears a slot long before the step's vote; what was rolled away there still counts, then and only then."""
+    line = timeline(window=window)
+    count = torch.full((), -1.0, dtype=torch.float64)
+    line.slot_of("a.input").fill_(math.inf)
+    line.slot_of("a.grad_output").fill_(math.nan)
+    if window == "microbatch":
+        line.roll_(NO, (FORWARD,))
+        line.slot_of("a.weight").fill_(math.nan)
+    for expected in (3 if window == "microbatch" else 2, 0):
+        line.non_finite_(count)
+        assert float(count) == expected
+        line.roll_(YES)
+        line.spoilt.zero_()  # the roll after the vote belongs to no later step
+
+
 def test_an_amax_of_zero_rolls_and_keeps_the_scale():
     line = timeline(history=1)
     report(line, {"a.input": 2.0})
@@ -184,9 +199,7 @@ class Reference:
         self.open = np.float32(EMPTY)
 
     def merge(self, value: np.float32) -> None:
-        self.open = (
-            np.float32(math.nan) if math.isnan(value) or math.isnan(self.open) else max(self.open, value)
-        )
+        self.open = np.float32(math.nan) if math.isnan(value) or math.isnan(self.open) else max(self.open, value)
 
     def roll(self, skip: bool) -> None:
         if not skip and math.isfinite(self.open) and self.open >= 0:
@@ -236,9 +249,7 @@ def test_rolls_equal_plain_arithmetic(script, history, amax, margin):
             row = line.index[role.name]
             assert np.float32(line.scale[row]) == reference[role.name].scale
             assert [np.float32(v) for v in line.history[row]] == reference[role.name].history
-        assert (
-            torch.isfinite(line.history).all() and torch.isfinite(line.scale).all() and (line.scale > 0).all()
-        )
+        assert torch.isfinite(line.history).all() and torch.isfinite(line.scale).all() and (line.scale > 0).all()
 
 
 # ---- who may do what, when ---------------------------------------------------------------------------------
@@ -283,9 +294,7 @@ def test_a_commit_happens_once_and_closes_the_current_epoch():
         )
     line.commit(0, by="3COMMIT")
     fails(line.commit, 0, message="the current one is 1", epoch=0, current_epoch=1)
-    fails(
-        lambda: line.commit(1, by="3COMMIT"), message="3COMMIT of forward epoch 1 outside a window", epoch=1
-    )
+    fails(lambda: line.commit(1, by="3COMMIT"), message="3COMMIT of forward epoch 1 outside a window", epoch=1)
     assert line.epochs == {FORWARD: 1, BACKWARD: 1} and line.commits == 1
 
 
@@ -436,11 +445,7 @@ def test_saved_state_comes_back():
     line.commit(0)
     other = timeline()
     other.load_state(line.state())
-    assert (
-        other.state()
-        == line.state()
-        == {"epochs": {"forward": 1, "backward": 1}, "commits": 1, "window": "step"}
-    )
+    assert other.state() == line.state() == {"epochs": {"forward": 1, "backward": 1}, "commits": 1, "window": "step"}
     other.begin_window()
     other.commit(1)
 
@@ -456,9 +461,7 @@ def test_logical_tensors_are_views_of_the_live_storages():
         items[f"amax_open/{role.name}"].tensor.fill_(value + 0.25)
     for value, role in enumerate(ROLES):
         row = line.index[role.name]
-        assert (
-            float(line.scale_of(role.name)) == value + 2.0 and float(line.slot_of(role.name)) == value + 0.25
-        )
+        assert float(line.scale_of(role.name)) == value + 2.0 and float(line.slot_of(role.name)) == value + 0.25
         assert line.history[row].tolist() == [value + 0.5] * 3
         assert float(line.fp8_max[row]) == role.fp8_max
     assert items["scale/a.input"].role is Role.SCALE and items["amax_open/a.input"].role is Role.AMAX_OPEN
@@ -486,9 +489,7 @@ class Model:
 
 names = st.sampled_from(["F0", "F1", "I0"])
 steps = st.tuples(
-    st.sampled_from(
-        ["window", "window", "begin", "begin", "begin", "end", "end", "check", "commit", "commit", "abandon"]
-    ),
+    st.sampled_from(["window", "window", "begin", "begin", "begin", "end", "end", "check", "commit", "commit", "abandon"]),
     names,
     st.integers(-1, 1),
 )

@@ -122,11 +122,10 @@ def test_the_scale_epoch(how):
     own.
     """
     versions = made(epoch=4)
-    error = fails(
-        read, versions, how, "b.weight", epoch=5, message="the scale of epoch 5, the cache has epoch 4"
-    )
+    error = fails(read, versions, how, "b.weight", epoch=5, message="the scale of epoch 5, the cache has epoch 4")
     assert (error.place["cached_epoch"], error.place["epoch"], error.place["microbatch"]) == (4, 5, 2)
     read(versions, how, "b.weight", epoch=None)
+    read(versions, how, "a.weight", epoch=4)
     versions.refreshed("b.weight", epoch=5, layouts=BOTH)
     read(versions, how, "b.weight", epoch=5)
     fails(read, versions, how, "a.weight", epoch=5)  # one of several epochs around
@@ -214,12 +213,7 @@ def test_replays_and_eager_reads_refuse_the_same(script, any_epoch):
             good = []
             for name, layout in args[0]:
                 held = cache.get(name)
-                fine = (
-                    held is not None
-                    and held[0] == version[name]
-                    and epoch in (None, held[1])
-                    and layout in held[2]
-                )
+                fine = held is not None and held[0] == version[name] and epoch in (None, held[1]) and layout in held[2]
                 good.append(fine)
                 assert passes(lambda n=name, b=layout, e=epoch: versions.require(n, b, epoch=e)) == fine
             for _ in range(2):

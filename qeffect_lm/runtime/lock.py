@@ -1,0 +1,41 @@
+"""One run per folder: a second run in the same folder is refused while the first lives."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from qeffect_lm.errors import UsageError
+
+
+@contextmanager
+def holding(folder: Path) -> Iterator[None]:
+    """Hold ``folder``'s lock (the file ``.lock``, an advisory flock, gone with the process however it ends).
+
+    A file system without locks gives none. Hold it on one rank.
+
+    Raises:
+        UsageError: another process holds it; its host and process id are named.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ".lock"
+    with open(path, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "an unknown process"
+            raise UsageError(
+                f"{folder} is in use by another run ({holder}): wait for it, stop it, or choose another run.dir"
+            ) from None
+        except OSError:
+            pass  # no locks on this file system
+        file.seek(0)
+        file.truncate()
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
