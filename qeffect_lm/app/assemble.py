@@ -131,6 +131,13 @@ def make_timeline(config: Config, recipe: Recipe | None, layers: list[SplitLinea
     return timeline
 
 
+def check_supported(config: Config) -> None:
+    """Refuse what the configuration knows and training does not, yet."""
+    for axis in ("tp", "ep"):
+        if getattr(config.parallel, axis) > 1:
+            raise UsageError(f"parallel.{axis}={getattr(config.parallel, axis)}: training supports {axis}=1 only, so far")
+
+
 def assemble(config: Config, mesh: Mesh | None = None, plan: Plan | None = None) -> Assembly:
     """Build one rank's part, with freshly initialised weights.
 
@@ -218,9 +225,7 @@ def chunk_layers(config: Config, plan: Plan) -> list[int]:
     return [base + (chunk < extra) for chunk in range(plan.placement.num_chunks)]
 
 
-def _flat_storages(
-    chunks: Mapping[int, torch.nn.Module], specs: dict[str, ParameterSpec], dtype: torch.dtype
-) -> FlatBuffers:
+def _flat_storages(chunks: Mapping[int, torch.nn.Module], specs: dict[str, ParameterSpec], dtype: torch.dtype) -> FlatBuffers:
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     params = []
     for chunk in chunks.values():

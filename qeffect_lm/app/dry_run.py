@@ -56,16 +56,12 @@ def memory_table(config: Config, plan: Plan, specs: dict[str, ParameterSpec], co
     return "\n".join(lines)
 
 
-def memory_of(
-    config: Config, plan: Plan, rank: int, specs: dict[str, ParameterSpec], counts: list[int]
-) -> dict[str, int]:
+def memory_of(config: Config, plan: Plan, rank: int, specs: dict[str, ParameterSpec], counts: list[int]) -> dict[str, int]:
     """Bytes of one pipeline rank by category."""
     dtype = DTYPES[config.precision.dtype]
     wide = 8 if dtype is torch.float64 else 4
     model = build_model(config, make_recipe(config), dtype)
-    names = [
-        name for chunk in plan.placement.chunks(rank) for name, _ in named_parameters(model.meta_chunk(chunk, counts))
-    ]
+    names = [name for chunk in plan.placement.chunks(rank) for name, _ in named_parameters(model.meta_chunk(chunk, counts))]
     size = sum(prod(specs[name].shape) for name in names)
     fp8 = config.precision.fp8.recipe != "none"
     cached = sum(prod(specs[n].shape) for n in names if fp8 and len(specs[n].shape) == 2 and n.startswith("layers."))

@@ -13,29 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    GroupCommunicator,
-    SingleProcess,
-    find_resumable,
-    open_checkpoint,
-    resolve,
-    save_checkpoint,
-    scan,
-)
+from checkpoint import Checkpoint, GroupCommunicator, SingleProcess, save_checkpoint
 from checkpoint.comm import Communicator
-from checkpoint.resume import check_replicas, contract_meta, restore, saved_state
-from pipeline.plan import Plan
+from checkpoint.resume import check_replicas, contract_meta, saved_state
 from qeffect_lm import __version__
-from qeffect_lm.app.assemble import Assembly, assemble
-from qeffect_lm.config import Config, config_diff_on_resume
-from qeffect_lm.contract.errors import ResumeError
+from qeffect_lm.app.assemble import Assembly, assemble, check_supported
+from qeffect_lm.app.resuming import branch_of, check_config, find_checkpoint, plan_of, restore_run
+from qeffect_lm.app.sources import check_tokenizer, check_tokens, held_out_batch, make_loader, open_dataset
+from qeffect_lm.config import Config
 from qeffect_lm.contract.timeline import Direction
-from qeffect_lm.data.indexed import IndexedDataset
-from qeffect_lm.data.loader import StepBatch, StepLoader, sequential_batches
-from qeffect_lm.data.tokenizer import Tokenizer
-from qeffect_lm.errors import UsageError
+from qeffect_lm.data.loader import StepBatch, StepLoader
 from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.parallel.peers import naming
 from qeffect_lm.runtime.launch import LaunchEnv, StopSignals, check_world, init_process_group, shared_folder_check
@@ -120,26 +107,14 @@ class Run:
         }
 
 
-def check_tokens(batch: StepBatch, vocab_size: int) -> None:
-    """Raise :class:`UsageError` when the data holds token ids that the model has no row for."""
-    largest = int(torch.maximum(batch.inputs.max(), batch.targets.max()))
-    if largest >= vocab_size:
-        raise UsageError(
-            f"the corpus holds token id {largest}, but model.vocab_size is {vocab_size}: use the tokenizer the corpus was made "
-            "with, or set model.vocab_size to its vocabulary"
-        )
-
-
-def train_run(
-    config: Config, env: LaunchEnv, say: Callable[[str], None] = print, signals: StopSignals | None = None
-) -> int:
+def train_run(config: Config, env: LaunchEnv, say: Callable[[str], None] = print, signals: StopSignals | None = None) -> int:
     """Train as configured; returns the process's exit code. ``signals`` (entered) may come from the caller.
 
     Raises:
         UsageError, QEffectError: see their messages; every rank raises or dies.
     """
     check_world(config.parallel, env.world)
-    _check_supported(config)
+    check_supported(config)
     check_tokenizer(config)
     with ExitStack() as stack:
         signals = signals or stack.enter_context(StopSignals())
@@ -164,13 +139,13 @@ def _set_up(config: Config, env: LaunchEnv, say: Callable[[str], None]) -> tuple
     comm: Communicator = GroupCommunicator() if env.world > 1 else SingleProcess()
     folder = config.checkpoint_dir()
     shared_folder_check(folder, env)
-    checkpoint = _find_checkpoint(config, comm)
-    changed = [] if checkpoint is None else _check_config(config, checkpoint, env, say)
+    checkpoint = find_checkpoint(config, comm)
+    changed = [] if checkpoint is None else check_config(config, checkpoint, env, say)
     seed_generators(config.run.seed, env.rank)
-    assembly = assemble(config, mesh, _plan_of(checkpoint, mesh, config))
+    assembly = assemble(config, mesh, plan_of(checkpoint, mesh, config))
     dataset = open_dataset(config.data.train, "data.train")
     loader = make_loader(config, dataset, mesh)
-    held_out, branch = held_out_batch(config), _branch_of(config, checkpoint)
+    held_out, branch = held_out_batch(config), branch_of(config, checkpoint)
     run = Run(config, env, mesh, comm, assembly, loader, held_out, dataset_hash=dataset.content_hash(), branch=branch)
     if checkpoint is None:
         first = loader.next_step()
@@ -178,7 +153,7 @@ def _set_up(config: Config, env: LaunchEnv, say: Callable[[str], None]) -> tuple
         loader.load_state({**loader.state(), "next_sample": 0})  # calibration consumes no data
         assembly.prepare(first)
     else:
-        note = _restore(run, checkpoint, changed)
+        note = restore_run(checkpoint, assembly, loader, comm, mesh, changed)
         if note is not None and env.rank == 0:
             say(note)
         run.start, run.tokens = checkpoint.step, int(checkpoint.meta["tokens"])
@@ -267,149 +242,6 @@ def _say_end(run: Run, outcome: Outcome, start: int, resumed: bool, say: Callabl
         say(f"{head}; stopped by {outcome.stopped} at step {outcome.step} of {total}, {saved}")
     else:
         say(f"{head} of {total}")
-
-
-# ---- data and checkpoints -------------------------------------------------------------------------------------
-
-
-def open_dataset(prefix: str | None, key: str) -> IndexedDataset:
-    """Open a corpus by its configured prefix.
-
-    Raises:
-        UsageError: not configured, missing or damaged.
-    """
-    if prefix is None:
-        raise UsageError(f"{key} is not set: give the path of a .bin/.idx pair (python -m tools.preprocess makes one)")
-    return IndexedDataset(prefix)
-
-
-def make_loader(config: Config, dataset: IndexedDataset, mesh: Mesh) -> StepLoader:
-    return StepLoader(
-        dataset,
-        seq_len=config.data.seq_len,
-        microbatch_size=config.data.microbatch_size,
-        microbatches=config.pipeline.microbatches,
-        dp_rank=mesh.coord("dp"),
-        dp_size=mesh.size("dp"),
-        seed=config.run.seed,
-    )
-
-
-def held_out_batch(config: Config) -> StepBatch | None:
-    """The fixed evaluation windows, or None where no held-out corpus is configured."""
-    if config.data.valid is None:
-        return None
-    dataset = open_dataset(config.data.valid, "data.valid")
-    batch = sequential_batches(dataset, config.data.seq_len, config.data.microbatch_size, config.train.eval_microbatches)
-    check_tokens(batch, config.model.vocab_size)
-    return batch
-
-
-def check_tokenizer(config: Config) -> None:
-    """The tokenizer's vocabulary is the model's."""
-    if config.data.tokenizer is None:
-        return
-    tokenizer = Tokenizer(config.data.tokenizer)
-    if tokenizer.vocab_size != config.model.vocab_size:
-        raise UsageError(
-            f"{config.data.tokenizer} has {tokenizer.vocab_size} tokens, model.vocab_size is {config.model.vocab_size}: set "
-            f"model.vocab_size={tokenizer.vocab_size}, or use the model's own tokenizer"
-        )
-
-
-def _check_supported(config: Config) -> None:
-    for axis in ("tp", "ep"):
-        if getattr(config.parallel, axis) > 1:
-            raise UsageError(f"parallel.{axis}={getattr(config.parallel, axis)}: training supports {axis}=1 only, so far")
-
-
-def _find_checkpoint(config: Config, comm: Communicator) -> Checkpoint | None:
-    """The checkpoint to resume from; rank 0 decides for all."""
-    fault: Exception | None = None
-    path: Path | None = None
-    if comm.rank == 0:
-        try:
-            path = _choose(config)
-        except Exception as error:  # told to all ranks, then raised on all
-            fault = error
-    path, fault = comm.broadcast((path, fault))
-    if fault is not None:
-        raise fault
-    return None if path is None else open_checkpoint(path)
-
-
-def _choose(config: Config) -> Path | None:
-    folder = config.checkpoint_dir()
-    resume = config.checkpoint.resume
-    if resume not in ("auto", "never"):
-        return _choose_named(config, Path(resume))
-    found = find_resumable(folder)
-    if resume == "never" and found is not None:
-        raise UsageError(
-            f"checkpoint.resume=never, but {folder} holds {found.name}: choose another run.dir, remove it, or resume"
-        )
-    return found
-
-
-def _choose_named(config: Config, path: Path) -> Path:
-    """``checkpoint.resume=PATH``; once the branch it begins has checkpoints of its own, the newest of those."""
-    if not path.exists():
-        raise UsageError(f"checkpoint.resume={path} does not exist: give a checkpoint's folder, or auto")
-    chosen = resolve(path)
-    step = open_checkpoint(chosen).step
-    later = [found for found in scan(config.checkpoint_dir()) if found.step > step]
-    if not later or config.train.steps <= step:
-        return chosen
-    newest = find_resumable(config.checkpoint_dir())
-    if newest is not None and open_checkpoint(newest).meta.get("branch") == str(chosen.resolve()):
-        return newest
-    raise UsageError(
-        f"checkpoint.resume asks for step {step}, but {config.checkpoint_dir()} holds {later[-1].path.name} already: set "
-        "another run.dir (or checkpoint.dir) for the branch, or move the later checkpoints away"
-    )
-
-
-def _branch_of(config: Config, checkpoint: Checkpoint | None) -> str | None:
-    """The checkpoint that this run's line began from by ``checkpoint.resume=PATH``; kept over restarts."""
-    if config.checkpoint.resume not in ("auto", "never"):
-        return str(resolve(Path(config.checkpoint.resume)).resolve())
-    return None if checkpoint is None else checkpoint.meta.get("branch")
-
-
-def _restore(run: Run, checkpoint: Checkpoint, changed: list[str]) -> str | None:
-    """Restore; a checkpoint that cannot be read or does not fit is named together with the one before it."""
-    try:
-        return restore(checkpoint, run.assembly, run.loader, run.comm, run.mesh.coords, run.layout(), changed)
-    except (CheckpointError, ResumeError) as error:
-        earlier = [found.path for found in scan(checkpoint.path.parent) if found.step < checkpoint.step and not found.fault]
-        after = f"the same command then resumes from {earlier[-1].name}" if earlier else "there is no earlier one"
-        error.args = (f"{error}. If it is damaged, move {checkpoint.path} away: {after}",)
-        raise
-
-
-def _check_config(config: Config, checkpoint: Checkpoint, env: LaunchEnv, say: Callable[[str], None]) -> list[str]:
-    """Print what changed since the save; refuse what may not. Returns the keys whose change may change graphs."""
-    changes = config_diff_on_resume(checkpoint.meta["config"], config)
-    refused = [change for change in changes if change.severity == "refuse"]
-    if refused:
-        lines = "\n".join(f"  {change}" for change in refused)
-        raise UsageError(
-            f"{checkpoint.path} belongs to another model, recipe or data order; these keys may not change on resume:\n{lines}\n"
-            "set them back, or start a new run in another run.dir"
-        )
-    if env.rank == 0:
-        for change in changes:
-            say(f"changed since the checkpoint: {change}" + (" (changes results)" if change.severity == "warn" else ""))
-    return [change.key for change in changes if change.severity == "warn"]
-
-
-def _plan_of(checkpoint: Checkpoint | None, mesh: Mesh, config: Config) -> Plan | None:
-    """The saved plan on an unchanged layout and pipeline section; otherwise the configuration's."""
-    if checkpoint is None or checkpoint.meta.get("layout") != dict(mesh.sizes):
-        return None
-    if checkpoint.meta["config"].get("pipeline") != config.to_dict()["pipeline"]:
-        return None
-    return Plan.from_json(checkpoint.meta["plan"])
 
 
 def _save_config(config: Config, start: int) -> None:

@@ -145,7 +145,7 @@ def test_a_skipped_step_rolls_nothing_and_clears_the_window():
 
 @pytest.mark.parametrize("window", ["step", "microbatch"])
 def test_a_non_finite_amax_is_counted_once_and_in_its_step(window):
-    """S8: window microbatch clears a slot long before the step's vote; what was rolled away there still counts, then and only then."""
+    """S8: window microbatch clears a slot long before the vote: what was rolled away there counts, then and only then."""
     line = timeline(window=window)
     count = torch.full((), -1.0, dtype=torch.float64)
     line.slot_of("a.input").fill_(math.inf)

@@ -81,7 +81,7 @@ def test_checkpoint_of_another_model_or_recipe(folder, capsys):
 def test_missing_history_is_refused_by_name(folder):
     """S7: one amax history is not in the checkpoint: refused by name before anything is written, never defaulted."""
     from qeffect_lm.app.assemble import assemble
-    from qeffect_lm.app.run import make_loader, open_dataset
+    from qeffect_lm.app.sources import make_loader, open_dataset
     from qeffect_lm.config import load_config
     from qeffect_lm.contract.errors import ResumeError
     from qeffect_lm.parallel.mesh import Mesh

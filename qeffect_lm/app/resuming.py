@@ -1,0 +1,112 @@
+"""Which checkpoint a run goes on from, what may have changed since, and the restore."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from checkpoint import Checkpoint, CheckpointError, find_resumable, open_checkpoint, resolve, scan
+from checkpoint.comm import Communicator
+from checkpoint.resume import restore
+from pipeline.plan import Plan
+from qeffect_lm.app.assemble import Assembly
+from qeffect_lm.config import Config, config_diff_on_resume
+from qeffect_lm.contract.errors import ResumeError
+from qeffect_lm.data.loader import StepLoader
+from qeffect_lm.errors import UsageError
+from qeffect_lm.parallel.mesh import Mesh
+from qeffect_lm.runtime.launch import LaunchEnv
+
+
+def find_checkpoint(config: Config, comm: Communicator) -> Checkpoint | None:
+    """The checkpoint to resume from; rank 0 decides for all."""
+    fault: Exception | None = None
+    path: Path | None = None
+    if comm.rank == 0:
+        try:
+            path = _choose(config)
+        except Exception as error:  # told to all ranks, then raised on all
+            fault = error
+    path, fault = comm.broadcast((path, fault))
+    if fault is not None:
+        raise fault
+    return None if path is None else open_checkpoint(path)
+
+
+def _choose(config: Config) -> Path | None:
+    folder = config.checkpoint_dir()
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "never"):
+        return _choose_named(config, Path(resume))
+    found = find_resumable(folder)
+    if resume == "never" and found is not None:
+        raise UsageError(
+            f"checkpoint.resume=never, but {folder} holds {found.name}: choose another run.dir, remove it, or resume"
+        )
+    return found
+
+
+def _choose_named(config: Config, path: Path) -> Path:
+    """``checkpoint.resume=PATH``; once the branch it begins has checkpoints of its own, the newest of those."""
+    if not path.exists():
+        raise UsageError(f"checkpoint.resume={path} does not exist: give a checkpoint's folder, or auto")
+    chosen = resolve(path)
+    step = open_checkpoint(chosen).step
+    later = [found for found in scan(config.checkpoint_dir()) if found.step > step]
+    if not later or config.train.steps <= step:
+        return chosen
+    newest = find_resumable(config.checkpoint_dir())
+    if newest is not None and open_checkpoint(newest).meta.get("branch") == str(chosen.resolve()):
+        return newest
+    raise UsageError(
+        f"checkpoint.resume asks for step {step}, but {config.checkpoint_dir()} holds {later[-1].path.name} already: set "
+        "another run.dir (or checkpoint.dir) for the branch, or move the later checkpoints away"
+    )
+
+
+def branch_of(config: Config, checkpoint: Checkpoint | None) -> str | None:
+    """The checkpoint that this run's line began from by ``checkpoint.resume=PATH``; kept over restarts."""
+    if config.checkpoint.resume not in ("auto", "never"):
+        return str(resolve(Path(config.checkpoint.resume)).resolve())
+    return None if checkpoint is None else checkpoint.meta.get("branch")
+
+
+def restore_run(
+    checkpoint: Checkpoint, assembly: Assembly, loader: StepLoader, comm: Communicator, mesh: Mesh, changed: list[str]
+) -> str | None:
+    """Restore; a checkpoint that cannot be read or does not fit is named together with the one before it.
+
+    Returns: why graphs were not compared with the saved ones, or None.
+    """
+    try:
+        return restore(checkpoint, assembly, loader, comm, mesh.coords, dict(mesh.sizes), changed)
+    except (CheckpointError, ResumeError) as error:
+        earlier = [found.path for found in scan(checkpoint.path.parent) if found.step < checkpoint.step and not found.fault]
+        after = f"the same command then resumes from {earlier[-1].name}" if earlier else "there is no earlier one"
+        error.args = (f"{error}. If it is damaged, move {checkpoint.path} away: {after}",)
+        raise
+
+
+def check_config(config: Config, checkpoint: Checkpoint, env: LaunchEnv, say: Callable[[str], None]) -> list[str]:
+    """Print what changed since the save; refuse what may not. Returns the keys whose change may change graphs."""
+    changes = config_diff_on_resume(checkpoint.meta["config"], config)
+    refused = [change for change in changes if change.severity == "refuse"]
+    if refused:
+        lines = "\n".join(f"  {change}" for change in refused)
+        raise UsageError(
+            f"{checkpoint.path} belongs to another model, recipe or data order; these keys may not change on resume:\n{lines}\n"
+            "set them back, or start a new run in another run.dir"
+        )
+    if env.rank == 0:
+        for change in changes:
+            say(f"changed since the checkpoint: {change}" + (" (changes results)" if change.severity == "warn" else ""))
+    return [change.key for change in changes if change.severity == "warn"]
+
+
+def plan_of(checkpoint: Checkpoint | None, mesh: Mesh, config: Config) -> Plan | None:
+    """The saved plan on an unchanged layout and pipeline section; otherwise the configuration's."""
+    if checkpoint is None or checkpoint.meta.get("layout") != dict(mesh.sizes):
+        return None
+    if checkpoint.meta["config"].get("pipeline") != config.to_dict()["pipeline"]:
+        return None
+    return Plan.from_json(checkpoint.meta["plan"])
