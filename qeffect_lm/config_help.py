@@ -134,7 +134,7 @@ def _bounds(metadata: list[Any]) -> str:
 
 def _number(bound: float) -> str:
     large_power = isinstance(bound, int) and bound > 2**20 and bound & (bound - 1) == 0
-    return f"2^{int(bound).bit_length() - 1}" if large_power else f"{bound:g}"
+    return f"2^{int(bound).bit_length() - 1}" if large_power else f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
 
 
 def nearest_key(unknown: str, known: list[str]) -> str:

@@ -102,9 +102,7 @@ def read_runs(path: Path) -> tuple[list[Run], list[str]]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise UsageError(
-            f"cannot read {path}: {reason}; a run with contract.mode=trace writes a trace"
-        ) from None
+        raise UsageError(f"cannot read {path}: {reason}; a run with contract.mode=trace writes a trace") from None
     runs: list[Run] = []
     notices: list[str] = []
     for place, line in enumerate(lines, 1):
@@ -214,9 +212,7 @@ def _step_entries(entry: Any, name: str, effect: dict[str, Any]) -> Iterator[Ent
         for weight, version in versions.items():
             text = f"cached at version {version} with the scale of epoch {effect['epoch']}"
             yield entry("weight", text, weight)
-        yield entry(
-            "step", f"refresh: {len(versions)} weights cached with the scales of epoch {effect['epoch']}"
-        )
+        yield entry("step", f"refresh: {len(versions)} weights cached with the scales of epoch {effect['epoch']}")
     else:
         texts = {
             "begin_step": "begins",
@@ -304,10 +300,7 @@ def _line(entry: Entry) -> str:
 def _in_short(group: Sequence[Entry]) -> str:
     """One action in a line: how many of what, and the slot."""
     counts = Counter(entry.kind for entry in group)
-    parts = [
-        f"on {text}"
-        for text in dict.fromkeys(e.text.partition(":")[0][3:] for e in group if e.kind == "stream")
-    ]
+    parts = [f"on {text}" for text in dict.fromkeys(e.text.partition(":")[0][3:] for e in group if e.kind == "stream")]
     parts += [f"{counts[kind]} {kind} effects" for kind in KINDS if counts[kind] and kind != "stream"]
     slots = dict.fromkeys(re.findall(r"slot \S+, generation \d+", " ".join(e.text for e in group)))
     return "; ".join([*parts, *slots])
@@ -318,9 +311,7 @@ def summary(path: Path, runs: Sequence[Run], run: Run) -> str:
     lines = [f"{path}: {len(runs)} run{'s' * (len(runs) > 1)}" + (", the last one:" if len(runs) > 1 else "")]
     steps = sorted(set(run.steps))
     span = f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
-    lines.append(
-        f"{span}: {len(run.ended)} ended, {len(run.abandoned)} abandoned, {sum(run.effects.values())} effects"
-    )
+    lines.append(f"{span}: {len(run.ended)} ended, {len(run.abandoned)} abandoned, {sum(run.effects.values())} effects")
     lines += [f"  {count:>8}  {name}" for name, count in sorted(run.effects.items())]
     layers = sorted({entry.subject for entry in run.entries if entry.kind == "lease"})
     weights = {entry.subject for entry in run.entries if entry.kind == "weight" and entry.subject}
@@ -330,18 +321,14 @@ def summary(path: Path, runs: Sequence[Run], run: Run) -> str:
     lines += [f"step {step} was abandoned: {why}" for step, why in run.abandoned]
     if run.inside:
         lines.append(f"step {run.step} has no end: the run was stopped inside it, while these were retained:")
-        held = [
-            f"  {layer}, chunk {c}, microbatch {m}: {now}" for (c, m, layer), now in run.open_leases.items()
-        ]
+        held = [f"  {layer}, chunk {c}, microbatch {m}: {now}" for (c, m, layer), now in run.open_leases.items()]
         lines += held[:20] + [f"  … {len(held) - 20} more"] * (len(held) > 20) if held else ["  none"]
     lines.append("more: --step S, --microbatch N, --layer NAME, --kind " + "|".join(KINDS))
     return "\n".join(lines)
 
 
 def _some(names: Sequence[str], most: int = 6) -> str:
-    return (
-        ", ".join(names[:most]) + (f", … ({len(names) - most} more)" if len(names) > most else "") or "none"
-    )
+    return ", ".join(names[:most]) + (f", … ({len(names) - most} more)" if len(names) > most else "") or "none"
 
 
 def _choose(runs: Sequence[Run], number: int | None) -> Run:
@@ -357,16 +344,10 @@ def _nearest(run: Run, args: argparse.Namespace) -> str:
     if args.layer is not None and not any(entry.concerns(args.layer) for entry in run.entries):
         names = sorted({entry.subject for entry in run.entries if entry.kind == "lease"})
         close = difflib.get_close_matches(args.layer, names, n=1, cutoff=0.4)
-        return f": no layer {args.layer!r}" + (
-            f"; did you mean {close[0]}?" if close else f"; there are {_some(names)}"
-        )
+        return f": no layer {args.layer!r}" + (f"; did you mean {close[0]}?" if close else f"; there are {_some(names)}")
     steps = sorted(set(run.steps))
     if args.step is not None and args.step not in steps:
-        return (
-            f": no step {args.step}; there are {steps[0]} to {steps[-1]}"
-            if steps
-            else ": the run made no step"
-        )
+        return f": no step {args.step}; there are {steps[0]} to {steps[-1]}" if steps else ": the run made no step"
     return ""
 
 
@@ -378,9 +359,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("trace", metavar="TRACE", type=Path, help="the trace file of a rank")
     parser.add_argument("--step", type=int, metavar="S", help="only this step (0-based)")
     parser.add_argument("--microbatch", type=int, metavar="N", help="only this microbatch")
-    parser.add_argument(
-        "--layer", metavar="NAME", help="only this layer, with its weight and roles, or a prefix"
-    )
+    parser.add_argument("--layer", metavar="NAME", help="only this layer, with its weight and roles, or a prefix")
     parser.add_argument("--kind", choices=KINDS, help="only effects on this kind of state")
     parser.add_argument("--run", type=int, metavar="K", help="the K-th run in the file (default: the last)")
     return parser

@@ -105,14 +105,10 @@ class FakeTransport:
         self.wire, self.rank = wire, rank
         self.pending: list[FakePending] = []
 
-    def send(
-        self, tensor: torch.Tensor, peer: int, direction: str, chunk: int, microbatch: int
-    ) -> FakePending:
+    def send(self, tensor: torch.Tensor, peer: int, direction: str, chunk: int, microbatch: int) -> FakePending:
         return self._post("send", (self.rank, peer, direction, chunk, microbatch), source=tensor)
 
-    def receive(
-        self, tensor: torch.Tensor, peer: int, direction: str, chunk: int, microbatch: int
-    ) -> FakePending:
+    def receive(self, tensor: torch.Tensor, peer: int, direction: str, chunk: int, microbatch: int) -> FakePending:
         return self._post("receive", (peer, self.rank, direction, chunk, microbatch), target=tensor)
 
     def _post(self, side: str, key: tuple, **buffer: torch.Tensor) -> FakePending:

@@ -129,7 +129,7 @@ def test_missing_file(tmp_path: Path) -> None:
         ("launch.timeout_seconds=5min", ["(seconds)", "bare number"]),
         ("optim.lr=-1", ["-1 (integer) given, expected number > 0 (per optimizer step)"]),
         ("run.seed=true", ["run.seed", "true (boolean) given, expected integer"]),
-        ("train.steps=1.5", ["1.5 (number) given, expected integer >= 1 (optimizer steps)"]),
+        ("train.steps=1.5", ["1.5 (number) given, expected integer >= 1 and <= 10,000,000 (optimizer steps)"]),
         ("contract.mode=of", ["expected enforce | trace | off"]),
         ("contract.poison=yes", ["expected true | false"]),
         ("pipeline.stage_layers=[1,a]", ["'a' (text) given, expected list of integers or null (layers)"]),
@@ -248,7 +248,7 @@ def test_help_lists_every_key_within_the_terminal() -> None:
         assert info.on_resume in ("free", "warn", "refuse") and info.description.endswith(".")
     flat = " ".join(text.split())
     assert "train.max_minutes [number > 0 or null; default null; unit: minutes; on resume: free]" in flat
-    assert "train.steps [integer >= 1; required; unit: optimizer steps; on resume: warn]" in flat
+    assert "train.steps [integer >= 1 and <= 10,000,000; required; unit: optimizer steps; on resume: warn]" in flat
 
 
 def test_documentation_holds_the_current_keys() -> None:

@@ -105,9 +105,7 @@ def test_the_life_of_a_weight(trace, capsys):
         "step 1",
     ]
     casts = [row[1] for row in columns(lines) if row[0] == "weight"]
-    assert casts == [
-        f"{LAYER}.weight cached at version {v} with the scale of epoch {v + 1}" for v in range(3)
-    ]
+    assert casts == [f"{LAYER}.weight cached at version {v} with the scale of epoch {v + 1}" for v in range(3)]
     reads = [row for row in columns(lines) if row[0] != "weight"]
     assert [row[0] for row in reads] == ["0F0", "0I0", "0F1", "0I1"] * 2
     assert all("version 0" in row[1] for row in reads[:4]) and all("version 1" in row[1] for row in reads[4:])
@@ -142,9 +140,7 @@ def test_a_layer_with_everything_that_happened_to_it(trace, capsys):
 
 
 def test_a_prefix_takes_all_layers_below(trace, capsys):
-    _, lines, _ = run(
-        capsys, trace, "--layer", "layers.0.mlp", "--kind", "lease", "--step", 0, "--microbatch", 0
-    )
+    _, lines, _ = run(capsys, trace, "--layer", "layers.0.mlp", "--kind", "lease", "--step", 0, "--microbatch", 0)
     assert {row[1].split()[1] for row in columns(lines)} == {LAYER, "layers.0.mlp.gate_up"}
     code, _, err = run(capsys, trace, "--layer", "layers.0.ml")
     assert code == 1 and "did you mean layers.0.mlp.down?" in err
@@ -179,15 +175,15 @@ def test_a_killed_run_and_a_second_one(trace, capsys, tmp_path):
     stop = next(
         place
         for place, effect in enumerate(effects)
-        if effect.get("step") == 1 and effect.get("kind") == "I" and effect.get("microbatch") == 1
+        if effect.get("step") == 1 and effect.get("kind") == "W" and effect.get("microbatch") == 1
     )
     cut = tmp_path / "cut.jsonl"
     cut.write_text("".join(whole[: stop + 1])[:-9])
     code, lines, err = run(capsys, cut)
     assert code == 0 and f"note: the last line, {stop + 1}, is incomplete and left out" in err
     assert "step 1 has no end: the run was stopped inside it, while these were retained:" in lines
-    held = [line.strip() for line in lines if "microbatch 1:" in line]
-    assert f"{LAYER}, chunk 0, microbatch 1: forwarded" in held and len(held) == 5
+    held = [line.strip() for line in lines if ", microbatch " in line]
+    assert f"{LAYER}, chunk 0, microbatch 1: input gradient done" in held and len(held) == 5
     both = tmp_path / "both.jsonl"
     both.write_text("".join(whole[: stop + 1]) + "".join(whole[:20]))
     _, lines, _ = run(capsys, both)
