@@ -25,7 +25,7 @@ def capture(engine: Engine, backend: GraphBackend, register: HiddenStateRegister
     """
     keys = engine.plan.graph_keys(engine.rank)
     captured = Captured(check_addresses=register.check_watched)
-    with transaction(register, engine.ledger), engine.ledger.recording():
+    with engine.ledger.recording(), transaction(register, engine.ledger):
         engine.ledger.begin_step(-1)
         try:
             places = dict.fromkeys((key.chunk, key.i_slot, key.w_slot) for key in keys)

@@ -123,6 +123,7 @@ class Engine:
         self._events: dict[tuple[str, int, int], Event] = {}
         self._batch: StepInput | None = None
         self._step = 0
+        self._updating = False  # the optimizer has begun in this step
         self._broken: str | None = None
         self._handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
@@ -147,7 +148,8 @@ class Engine:
     def step(self, step: int, batch: StepInput) -> StepResult:
         """Run optimizer step ``step`` (0-based) on ``batch``.
 
-        An exception before the optimizer began leaves nothing of the step behind, and the next step is clean.
+        On one rank an exception before the optimizer began leaves nothing of the step behind, and the next step is clean. With
+        messages in flight between ranks the engine refuses further steps: all ranks end and resume.
 
         Raises:
             ContractViolation: at the first illegal action.
@@ -159,21 +161,21 @@ class Engine:
             self.captured.check_addresses()
         self._step, self._batch = step, batch
         open_amax = self.ledger.timeline.open_amax.clone()
-        stage_of_step = "actions"
+        self._updating = False
         try:
             self.ledger.begin_step(step)
             self.divisor.fill_(batch.tokens)
             for action in self.actions:
-                if action.kind is Kind.STEP:
-                    stage_of_step = "optimizer"
                 self._handlers[action.kind](action)
             self._refresh()
             self._settle()
             self.ledger.end_step()
         except BaseException:
             self._abandon(open_amax)
-            if stage_of_step == "optimizer":
+            if self._updating:
                 self._broken = f"step {step} failed while the optimizer ran, its state may be half-updated"
+            elif self._transport is not None:
+                self._broken = f"step {step} failed with messages in flight, which the next step could take for its own"
             raise
         self._batch = None
         return self.end.result()
@@ -386,6 +388,8 @@ class Engine:
 
     def _reduce(self, action: Action) -> None:
         self._settle()
+        if self.ledger.checks:  # mode off keeps no count of writers
+            self.ledger.grads.zero_empty_()
         self._launch(action, [("losses", READ), ("row", WRITE)])
         self._run_end("sum_losses", self.end.sum_losses_)
         self._edge(self.compute_stream(), COLLECTIVE)
@@ -408,6 +412,7 @@ class Engine:
         self.end.gather_()
         self._edge(COLLECTIVE, self.compute_stream())
         self._launch(action, [("rows", READ), *grads, ("parameters", WRITE), ("optimizer", WRITE)])
+        self._updating = True
         self._run_end("optimizer_step", self.end.optimizer_step_)
         self.ledger.versions.bump()
 

@@ -29,6 +29,10 @@ class Evaluator:
             PeerLostError: a neighbour died.
         """
         engine = self._engine
+        ledger = engine.ledger
+        if ledger.checks:
+            reads = tuple((name, "rows") for name in engine.cache.names)
+            ledger.versions.require_all(reads, epoch=ledger.weight_epoch(), reader="evaluation")
         generators = save_generators()
         divisor = engine.divisor.clone()
         engine.divisor.fill_(batch.tokens)

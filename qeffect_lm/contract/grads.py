@@ -104,7 +104,8 @@ class GradSlots:
 
     def zero_empty_(self) -> Sequence[str]:
         """Zero the slots that got only EMPTYs; returns their names."""
-        idle = [name for name in self.slots if self._count(name) == 0]
+        written = {name for names in self._group_writes for name in names}
+        idle = [name for name in self.slots if not self._writes[name] and name not in written]
         for name in idle:
             self.slots[name].view.zero_()
         return idle

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from qeffect_lm.contract.ledger import Scope
-from qeffect_lm.contract.timeline import Direction, ScaleRole, ScaleTimeline
+from qeffect_lm.contract.timeline import EMPTY, Direction, ScaleRole, ScaleTimeline
 from qeffect_lm.fp8.quantise import E4M3, E5M2, Format, Quantised, current_scale, quantise
 
 FORMATS: dict[str, Format] = {"input": E4M3, "weight": E4M3, "grad_output": E5M2}
@@ -80,6 +80,7 @@ class DelayedScaling:
 
     def weight(self, layer: str, weight: torch.Tensor) -> Quantised:
         role = f"{layer}.weight"
+        self.timeline.slot_of(role).fill_(EMPTY)  # a refresh replaces what an earlier one in this window reported
         return quantise(weight, self.timeline.scale_of(role), E4M3, amax_out=self.timeline.slot_of(role))
 
     def observe(self, layer: str, kind: str, x: torch.Tensor) -> None:

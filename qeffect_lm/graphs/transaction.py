@@ -21,7 +21,7 @@ from qeffect_lm.runtime.rng import restore_generators, save_generators
 # The host's account of each part: plain values, no tensors.
 _HOST_STATE: dict[str, tuple[str, ...]] = {
     "timeline": ("epochs", "commits", "_readers", "_reported", "_window_open"),
-    "versions": ("versions", "caches", "casts", "_stale", "_epochs", "refreshes"),
+    "versions": ("versions", "caches", "casts", "_stale", "_epochs", "_present", "refreshes"),
     "grads": ("_writes", "_reports", "_group_writes"),
     "leases": ("step", "_slots"),
 }
