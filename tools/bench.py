@@ -52,7 +52,8 @@ def contract(arguments: argparse.Namespace) -> int:
     from qeffect_lm.config import load_config
     from qeffect_lm.data.loader import StepBatch
 
-    folder = Path(tempfile.mkdtemp(prefix="qeffect-bench-"))
+    scratch = tempfile.TemporaryDirectory(prefix="qeffect-bench-")  # of the trace; removed at the end
+    folder = Path(scratch.name)
     base = ["parallel.pp=1", "pipeline.stage_layers=null", f"graphs.backend={arguments.backend}", f"run.dir={folder}"]
     modes = ("off", "enforce", "trace")
     config = load_config(arguments.config, base)
@@ -84,6 +85,7 @@ def contract(arguments: argparse.Namespace) -> int:
     if losses["off"] != losses["enforce"] or losses["off"] != losses["trace"]:
         print("error: the modes do not train alike", file=sys.stderr)
         return 1
+    scratch.cleanup()
     report = figures(arguments, times)
     print(table(report))
     if arguments.json:
