@@ -1,12 +1,13 @@
 """Measure: ``python -m tools.bench contract`` compares the contract's modes on the demo's model, as ratios within one run.
 
-The training of one mode follows the other in turns, step by step, in one process, so that both see the same machine. What is
-reported is the median step time of each mode and the ratio of the sums; how fast the machine is cancels out.
+One training changes its mode from step to step, in all orders in turn, so that the modes share objects, memory and machine.
+What is reported is the median step time of each mode and ratios to mode off; how fast the machine is cancels out.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -50,6 +51,7 @@ def contract(arguments: argparse.Namespace) -> int:
 
     from qeffect_lm.app.assemble import assemble
     from qeffect_lm.config import load_config
+    from qeffect_lm.contract.trace import TraceWriter
     from qeffect_lm.data.loader import StepBatch
 
     scratch = tempfile.TemporaryDirectory(prefix="qeffect-bench-")  # of the trace; removed at the end
@@ -66,25 +68,19 @@ def contract(arguments: argparse.Namespace) -> int:
         ids = torch.arange(shape[0] * shape[1]).view(shape[:2])
         return StepBatch(tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous(), mask, ids, int(mask.sum()))
 
-    engines = {}
-    for mode in modes:
-        assembly = assemble(load_config(arguments.config, [*base, f"contract.mode={mode}"]))
-        assembly.prepare(batch(0))
-        engines[mode] = assembly.engine
+    assembly = assemble(config)
+    assembly.prepare(batch(0))
+    trace = TraceWriter(folder / "trace.jsonl")
     times: dict[str, list[float]] = {mode: [] for mode in modes}
-    losses: dict[str, list[float]] = {mode: [] for mode in modes}
-    for step in range(arguments.steps + 2):
-        for mode in modes if step % 2 else reversed(modes):
-            data = batch(step)
-            began = time.perf_counter()
-            result = engines[mode].step(step, data)
-            loss = float(result.loss)
-            if step >= 2:  # the first two warm caches up
-                times[mode].append(time.perf_counter() - began)
-            losses[mode].append(loss)
-    if losses["off"] != losses["enforce"] or losses["off"] != losses["trace"]:
-        print("error: the modes do not train alike", file=sys.stderr)
-        return 1
+    orders = list(itertools.permutations(modes))  # every mode follows every other equally often
+    turns = [mode for turn in range(arguments.steps + 2) for mode in orders[turn % len(orders)]]
+    for step, mode in enumerate(turns):
+        assembly.ledger.switch(mode, trace if mode == "trace" else None)
+        data = batch(step)
+        began = time.perf_counter()
+        float(assembly.engine.step(step, data).loss)
+        if step >= 2 * len(modes):  # the first two turns warm caches up
+            times[mode].append(time.perf_counter() - began)
     scratch.cleanup()
     report = figures(arguments, times)
     print(table(report))

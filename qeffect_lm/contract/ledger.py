@@ -177,6 +177,12 @@ class Ledger:
     def checks(self) -> bool:
         return self.mode is not Mode.OFF
 
+    def switch(self, mode: Mode | str, trace: TraceWriter | None = None) -> None:
+        """Change the mode between two steps (to compare what modes cost on the same objects)."""
+        if self._current is not None or self.leases.step is not None:
+            raise LeaseError("the mode changes between steps only", step=self.step)
+        self.mode, self._trace = Mode(mode), trace
+
     def weight_epoch(self) -> int | None:
         """The scale epoch a cached weight must have: in window ``microbatch`` a cache keeps the scale it was made with."""
         return self.timeline.epochs[Direction.FORWARD] if self.timeline.window == "step" else None
