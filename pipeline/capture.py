@@ -44,6 +44,7 @@ def capture(engine: Engine, backend: GraphBackend, register: HiddenStateRegister
                 for slot in stage.slots:
                     slot.saved = None
     engine.captured = captured
+    engine.ledger.note(None, "capture", f"{len(captured.actions) + len(captured.end)} graphs")
     return captured
 
 

@@ -126,8 +126,6 @@ def read_runs(path: Path) -> tuple[list[Run], list[str]]:
 
 
 def _add(run: Run, name: str, effect: dict[str, Any]) -> None:
-    if name == "abandon_step" and int(effect["step"]) < 0:
-        name = "capture"  # ends by putting everything back, as step -1
     run.effects[name] += 1
     if name == "begin_step":
         run.step, run.inside = int(effect["step"]), True
@@ -218,7 +216,7 @@ def _step_entries(entry: Any, name: str, effect: dict[str, Any]) -> Iterator[Ent
             "begin_step": "begins",
             "end_step": "ends: no lease is left",
             "abandon_step": f"abandoned: {effect.get('error', 'no reason given')}",
-            "capture": "graphs captured, everything put back",
+            "capture": f"{effect.get('what', '')} captured, everything put back",
         }
         yield entry("step", texts[name])
 
