@@ -12,6 +12,7 @@ from pipeline.actions import Action, Kind
 from pipeline.p2p import Transport
 from pipeline.plan import make_plan
 from pipeline.schedules import Placement
+from qeffect_lm.app.assemble import assemble
 from qeffect_lm.errors import QEffectError
 from qeffect_lm.parallel.mesh import Mesh
 from tests.helpers import run_distributed, start_distributed
@@ -156,6 +157,25 @@ def _replicas(rank: int, world: int, settings: dict, dirty: bool):
         config(**settings, parallel__dp=2), 3, mesh=mesh, batches=lambda step: batch(10 * step + rank), between=spoil
     )
     return run.tensors, run.skipped
+
+
+def _reduce_nan(rank: int, world: int) -> list[float]:
+    """Slots of one replica: a NaN on rank 0, on rank 1, on both; an infinity; EMPTY; numbers."""
+    mesh = Mesh({"dp": 2}, rank)
+    mesh.create_groups()
+    assembly = assemble(config(parallel__dp=2), mesh)
+    nan, inf = float("nan"), float("inf")
+    mine = [[nan, 1.0, nan, inf, -1.0, 2.0], [3.0, nan, nan, 4.0, -1.0, 5.0]][rank]
+    assembly.timeline.open_amax[:6] = torch.tensor(mine)
+    assembly.engine.end.reduce_amax_()
+    return assembly.timeline.open_amax[:6].tolist()
+
+
+def test_a_nan_survives_the_reduction_on_every_replica():
+    """A library's MAX may lose a NaN, and then replicas would go on with different scales."""
+    results = run_distributed(_reduce_nan, 2, timeout=120)
+    inf = float("inf")
+    assert results[0] == results[1] == [inf, inf, inf, inf, -1.0, 5.0]
 
 
 def _die_mid_step(rank: int, world: int):
