@@ -87,13 +87,15 @@ def find_resumable(root: Path) -> Path | None:
 
 
 def resolve(path: Path) -> Path:
-    """A checkpoint directory from itself or from the folder above it (by ``latest``, else the newest
-    complete).
+    """A checkpoint directory from itself, from the folder above it (by ``latest``, else the newest complete), or from a run's
+    folder that holds ``checkpoints``.
 
     Raises :class:`CheckpointError` when there is none.
     """
     if (path / MANIFEST).exists() or step_of(path.name) is not None:
         return path
+    if (path / "checkpoints").is_dir() and latest_name(path) is None:
+        path = path / "checkpoints"  # a run's folder
     pointer = latest_name(path)
     if pointer is not None and incomplete_because(path / pointer) is None:
         return path / pointer

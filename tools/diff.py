@@ -13,7 +13,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         a, b = (open_checkpoint(resolve(path)) for path in (args.a, args.b))
         keys = args.key if args.key and not args.meta else None if args.meta else ()
-        result = compare(a, b, meta_keys=keys)
+        result = _without(compare(a, b, meta_keys=keys), tuple(args.ignore))
     except CheckpointError as error:
         if args.json:
             print(json.dumps({"error": str(error)}))
@@ -37,6 +37,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print(report(a, b, result))
     return 0 if result.same else 1
+
+
+def _without(result: Comparison, prefixes: tuple[str, ...]) -> Comparison:
+    """The comparison without the tensors of ignored names."""
+    if not prefixes:
+        return result
+    return replace(
+        result,
+        equal=tuple(name for name in result.equal if not name.startswith(prefixes)),
+        different=tuple(item for item in result.different if not item.name.startswith(prefixes)),
+        only_in_a=tuple(name for name in result.only_in_a if not name.startswith(prefixes)),
+        only_in_b=tuple(name for name in result.only_in_b if not name.startswith(prefixes)),
+    )
 
 
 def report(a: Checkpoint, b: Checkpoint, result: Comparison) -> str:
@@ -119,6 +132,13 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         metavar="KEY",
         help="compare the meta values under this dotted key (repeatable)",
+    )
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="PREFIX",
+        help="leave out tensors whose names begin so (repeatable); `--ignore rng/` compares across layouts, whose ranks differ",
     )
     return parser
 

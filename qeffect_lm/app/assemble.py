@@ -230,6 +230,11 @@ def _flat_storages(chunks: Mapping[int, torch.nn.Module], specs: dict[str, Param
     params = []
     for chunk in chunks.values():
         for name, parameter in named_parameters(chunk):
+            if name not in specs:
+                raise UsageError(
+                    f"the model's layers hold a parameter {name!r} that its parameters() does not list: add a ParameterSpec "
+                    "for it (name, shape, initialisation, weight decay, mesh axes) in the model's file"
+                )
             spec = specs[name]
             axes = tuple(None for _ in spec.shape)  # what the mesh cuts here; spec.axes says what it may cut
             params.append(ParamSpec(name, spec.shape, spec.decay, axes, trainable=parameter.requires_grad))

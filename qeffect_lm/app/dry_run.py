@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from pathlib import Path
 
 import torch
 
@@ -11,7 +12,8 @@ from models.spec import ParameterSpec
 from pipeline.plan import Plan
 from pipeline.simulate import simulate
 from pipeline.timeline_text import render
-from qeffect_lm.app.assemble import DTYPES, chunk_layers, make_plan, make_recipe
+from qeffect_lm.app.assemble import DTYPES, check_supported, chunk_layers, make_plan, make_recipe
+from qeffect_lm.app.sources import check_tokenizer
 from qeffect_lm.config import Config
 from qeffect_lm.layers.base import named_parameters
 
@@ -20,6 +22,7 @@ MIB = 1024 * 1024
 
 def describe(config: Config) -> str:
     """The whole page, for a terminal 100 columns wide."""
+    check_supported(config)
     plan = make_plan(config)
     model = build_model(config, make_recipe(config), DTYPES[config.precision.dtype])
     specs = {spec.name: spec for spec in model.parameters()}
@@ -39,7 +42,23 @@ def describe(config: Config) -> str:
         "",
         memory_table(config, plan, specs, counts),
     ]
-    return "\n".join(parts)
+    return "\n".join([*parts, *_missing(config)])
+
+
+def _missing(config: Config) -> list[str]:
+    """What training would stop for that a dry run can see: absent corpora, a tokenizer of another size."""
+    notes = []
+    for key, prefix in (("data.train", config.data.train), ("data.valid", config.data.valid)):
+        if prefix is None and (key == "data.train" or config.train.eval_every):
+            notes.append(f"note: {key} is not set; " + ("training needs it" if key == "data.train" else "nothing is evaluated"))
+        elif prefix is not None and not Path(f"{prefix}.bin").exists():
+            notes.append(f"note: {key}: {prefix}.bin does not exist yet")
+    tokenizer = config.data.tokenizer
+    if tokenizer is not None and Path(tokenizer).exists():
+        check_tokenizer(config)
+    elif tokenizer is not None:
+        notes.append(f"note: data.tokenizer: {tokenizer} does not exist yet")
+    return notes
 
 
 def memory_table(config: Config, plan: Plan, specs: dict[str, ParameterSpec], counts: list[int]) -> str:

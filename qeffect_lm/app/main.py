@@ -48,6 +48,11 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except ModuleNotFoundError as error:
+        hint = "run `make venv` once, then use .venv/bin/python (or `source .venv/bin/activate`)"
+        missing = QEffectError(f"the package {error.name!r} is not installed for {sys.executable}: {hint}")
+        _report(missing, rank, arguments.traceback)
+        return 1
     except OSError as error:
         _report(QEffectError(f"{error.strerror or error}: {error.filename or 'no file named'}"), rank, arguments.traceback)
         return 1

@@ -99,7 +99,7 @@ def check_config(config: Config, checkpoint: Checkpoint, env: LaunchEnv, say: Ca
         )
     if env.rank == 0:
         for change in changes:
-            say(f"changed since the checkpoint: {change}" + (" (changes results)" if change.severity == "warn" else ""))
+            say(f"changed since the checkpoint: {change}" + (" (may change results)" if change.severity == "warn" else ""))
     return [change.key for change in changes if change.severity == "warn"]
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +127,32 @@ def train_run(config: Config, env: LaunchEnv, say: Callable[[str], None] = print
         start = run.start
         if checkpoint is not None and run.leads:
             say(f"resumed at {start} from {checkpoint.path}")
+        if run.leads:
+            say(describe_run(run))
         outcome = _drive(run, checkpoint, stack, signals, say)
         if run.leads:
             _say_end(run, outcome, start, checkpoint is not None, say)
-        return config.checkpoint.requeue_exit_code if outcome.stopped else 0
+        return exit_code(config, env, outcome.stopped is not None)
+
+
+def exit_code(config: Config, env: LaunchEnv, stopped: bool) -> int:
+    """0, or for a stopped run ``checkpoint.requeue_exit_code``; never under torchrun, whose agent takes any other code for a
+    failure and starts the ranks again."""
+    return config.checkpoint.requeue_exit_code if stopped and env.launcher != "torchrun" else 0
+
+
+def describe_run(run: Run) -> str:
+    """One line of what is about to train."""
+    config, plan = run.config, run.assembly.plan
+    parameters = sum(prod(spec.shape) for spec in run.assembly.model.parameters())
+    tokens = config.data.seq_len * config.data.microbatch_size * plan.microbatches * config.parallel.dp
+    layout = " ".join(f"{axis}={size}" for axis, size in run.layout().items() if size > 1) or "one process"
+    fp8 = config.precision.fp8
+    numbers = config.precision.dtype if fp8.recipe == "none" else f"FP8 {fp8.recipe} ({fp8.window})"
+    return (
+        f"{config.run.name}: {parameters:,} parameters, {numbers}, {layout}, {plan.schedule} with {plan.microbatches} "
+        f"microbatches, {tokens:,} tokens per step, {config.graphs.backend}, contract {config.contract.mode}"
+    )
 
 
 def _set_up(config: Config, env: LaunchEnv, say: Callable[[str], None]) -> tuple[Run, Checkpoint | None]:
@@ -196,6 +219,7 @@ def _drive(
             )
             for sink in sinks[:2]:
                 sink(zero)
+            say(f"held-out loss before training: {before:.3f} nats per token")
     parts = Parts(
         next_batch=run.next_batch,
         step=run.assembly.engine.step,
@@ -205,7 +229,11 @@ def _drive(
         stop=_stopper(config, signals, run.env),
         report=lambda metrics: [sink(metrics) for sink in sinks],
     )
-    return train(config, parts, run.start, run.tokens)
+    try:
+        return train(config, parts, run.start, run.tokens)
+    finally:
+        if run.leads:
+            progress.close()
 
 
 def _stopper(config: Config, signals: StopSignals, env: LaunchEnv) -> Callable[[], str | None]:
@@ -213,7 +241,7 @@ def _stopper(config: Config, signals: StopSignals, env: LaunchEnv) -> Callable[[
     began = time.monotonic()
     limit = config.train.max_minutes
     others = [rank for rank in range(env.world) if rank != env.rank]
-    reasons = {1: f"train.max_minutes ({limit:g}) is over" if limit else "", 2: "SIGTERM", 3: "SIGUSR1"}
+    reasons = {1: f"train.max_minutes={limit:g}" if limit else "", 2: "SIGTERM", 3: "SIGUSR1"}
 
     def stop() -> str | None:
         code = 0
@@ -236,7 +264,10 @@ def _say_end(run: Run, outcome: Outcome, start: int, resumed: bool, say: Callabl
     head = f"resumed at {start}, {ran}" if resumed else ran
     total = run.config.train.steps
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # KiB on Linux
-    say(f"peak memory of rank 0: {peak:,.0f} MiB")
+    say(
+        f"peak memory of rank 0: {peak:,.0f} MiB; metrics {run.config.run.dir}/metrics.jsonl; "
+        f"checkpoints {run.config.checkpoint_dir()}"
+    )
     if outcome.stopped:
         saved = "saved" if outcome.step > start else "nothing new to save"
         say(f"{head}; stopped by {outcome.stopped} at step {outcome.step} of {total}, {saved}")

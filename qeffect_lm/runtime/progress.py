@@ -139,8 +139,8 @@ class Progress:
         parts = [f"loss {_number(metrics.loss)}"]
         if self._skipped:
             parts.append(f"skipped {self._skipped}")
-        if self._eval_loss is not None:
-            parts.append(f"held-out {_number(self._eval_loss)}")
+        if self._eval_loss is not None and (self.mode == "bar" or metrics.eval_loss is not None):
+            parts.append(f"held-out {_number(self._eval_loss)}")  # the live line keeps the last one in sight
         if metrics.tokens_per_second is not None:
             parts.append(f"{metrics.tokens_per_second:,.0f} tok/s")
         if self._step_seconds is not None:

@@ -70,7 +70,7 @@ def test_pipeline_equals_one_process(name, settings, stages):
 
 
 def test_data_parallel_times_pipeline():
-    """DP 2 × PP 2: both replicas hold the same state; the loss is that of one process on the whole batch within float64's bound."""
+    """DP 2 × PP 2: both replicas hold the same state; the loss is one process's on the whole batch, within float64's bound."""
     sizes = {"pp": 2, "dp": 2}
     results = run_distributed(_train, 4, FLOAT64, sizes, 3, timeout=240)
     assert all(result[0] == results[0][0] for result in results)

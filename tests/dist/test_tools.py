@@ -77,6 +77,9 @@ def test_generate_and_diff_on_the_command_line(tmp_path):
     same = tool("diff", checkpoints, checkpoints)
     other = tool("diff", checkpoints / "step_00000003", checkpoints / "step_00000006")
     missing = tool("diff", checkpoints, tmp_path / "nothing")
+    ignored = tool("diff", tmp_path / "run", checkpoints / "step_00000003", "--ignore", "master/", "--ignore", "mom", "--ignore", "am")
+    assert ignored.returncode == 1 and "master/" not in ignored.stdout  # a run's folder stands for its newest
+    assert tool("diff", checkpoints, checkpoints / "step_00000003", *("--ignore", "")).returncode == 0
     assert [same.returncode, other.returncode, missing.returncode] == [0, 1, 2]
     assert "first differing tensor" in other.stdout and "Traceback" not in missing.stderr
     wrong = tool("generate", tmp_path / "nothing")

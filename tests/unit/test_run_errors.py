@@ -15,6 +15,7 @@ import pytest
 from checkpoint import open_checkpoint, resolve
 from checkpoint.resume import restore
 from qeffect_lm.app.main import main
+from qeffect_lm.errors import UsageError
 from tests.runs import CONFIG, checkpoint_of, make_corpus, metrics_of, overrides, run_here, write_config
 from tools.common import TRAIN
 
@@ -255,6 +256,48 @@ def test_dry_run_and_help(folder, capsys):
     from qeffect_lm.config_help import describe
 
     assert all(key.split(".")[-1] in text for key in describe(Config))
+
+
+def test_dry_run_says_what_training_would_miss(folder, capsys, tmp_path):
+    """tp 2 is refused as in training; a corpus or tokenizer that is not there yet is a note."""
+    code, err = command(folder, capsys, "--dry-run", "parallel.tp=2", "precision.fp8.recipe=none")
+    assert code == 2 and "parallel.tp=2" in err
+    missing = tmp_path / "later.model"
+    assert main([str(folder / "tiny.yaml"), "--dry-run", f"data.tokenizer={missing}", "train.eval_every=2"], environment()) == 0
+    out = capsys.readouterr().out
+    assert "data.train is not set" in out and "data.valid is not set" in out and "later.model does not exist" in out
+
+
+def test_requeue_code_is_not_for_torchrun(folder):
+    """torchrun's agent takes any other code than 0 for a failure and would start a stopped run again."""
+    from qeffect_lm.app.run import exit_code
+    from qeffect_lm.config import load_config
+    from qeffect_lm.runtime.launch import LaunchEnv
+
+    config = load_config(folder / "tiny.yaml", ["checkpoint.requeue_exit_code=99"])
+    assert exit_code(config, LaunchEnv(launcher="slurm"), True) == 99 == exit_code(config, LaunchEnv(), True)
+    assert exit_code(config, LaunchEnv(launcher="torchrun"), True) == 0 == exit_code(config, LaunchEnv(), False)
+
+
+def test_a_parameter_without_a_spec_is_named(folder, monkeypatch):
+    """A layer added without its ParameterSpec."""
+    from models.decoder import Decoder
+
+    original = Decoder.parameters
+    monkeypatch.setattr(
+        Decoder, "parameters", lambda self, layers=None: [s for s in original(self, layers) if s.name != "final_norm.weight"]
+    )
+    with pytest.raises(UsageError, match="final_norm.weight"):
+        run_here(folder, "nospec")
+
+
+def test_plot_tool(folder, capsys):
+    from tools import plot
+
+    assert plot.main([str(folder / "whole")]) == 0
+    picture = Path(capsys.readouterr().out.strip())
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and picture.stat().st_size > 10_000
+    assert plot.main([str(folder / "nothing")]) == 2
 
 
 def test_resolved_config_is_beside_the_run(folder):
