@@ -49,8 +49,8 @@ def _missing(config: Config) -> list[str]:
     """What training would stop for that a dry run can see: absent corpora, a tokenizer of another size."""
     notes = []
     for key, prefix in (("data.train", config.data.train), ("data.valid", config.data.valid)):
-        if prefix is None and (key == "data.train" or config.train.eval_every):
-            notes.append(f"note: {key} is not set; " + ("training needs it" if key == "data.train" else "nothing is evaluated"))
+        if prefix is None and key == "data.train":
+            notes.append(f"note: {key} is not set; training needs it")
         elif prefix is not None and not Path(f"{prefix}.bin").exists():
             notes.append(f"note: {key}: {prefix}.bin does not exist yet")
     tokenizer = config.data.tokenizer
