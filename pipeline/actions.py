@@ -74,7 +74,8 @@ class Action:
     detail: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", Kind(self.kind))
+        if type(self.kind) is not Kind:
+            object.__setattr__(self, "kind", Kind(self.kind))
         if (self.chunk is None) != (self.microbatch is None):
             raise UsageError(f"{self.kind} needs chunk and microbatch, or neither")
         if self.chunk is None:

@@ -34,8 +34,7 @@ class Evaluator:
             reads = tuple((name, "rows") for name in engine.cache.names)
             ledger.versions.require_all(reads, epoch=ledger.weight_epoch(), reader="evaluation")
         generators = save_generators()
-        divisor = engine.divisor.clone()
-        engine.divisor.fill_(batch.tokens)
+        engine.divisor.fill_(batch.tokens)  # every training step writes its own
         if not self._slots:
             self._slots = {index: stage.make_slot(Phase.EVAL) for index, stage in engine.stages.items()}
         total = torch.zeros(1, dtype=torch.float64, device=engine.divisor.device)
@@ -46,7 +45,6 @@ class Evaluator:
             gather_rows(rows, total, engine.mesh, "pp")
             return float(rows.sum())
         finally:
-            engine.divisor.copy_(divisor)
             restore_generators(generators)
 
     def _forward(self, batch: StepInput, microbatch: int, total: torch.Tensor) -> None:

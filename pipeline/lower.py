@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.actions import SENDS, Action, Kind
+from pipeline.actions import Action, Kind
 from pipeline.rendezvous import Queue, Rendezvous, message_of, queue_of
 from pipeline.schedules import Placement
 from pipeline.validate import WINDOWS, validate
@@ -27,6 +27,7 @@ def lower(
     *,
     window: str = "step",
     i_slot_until: Kind = Kind.I,
+    checked: bool = False,
 ) -> list[list[Action]]:
     """Add receives, sends, commits and the step's end to a compute plan.
 
@@ -37,6 +38,7 @@ def lower(
         window: ``"step"`` ends with REDUCE, STEP, COMMIT; ``"microbatch"`` commits after each F and each I
             (as Transformer Engine does) and ends with REDUCE, STEP.
         i_slot_until: what releases an I-slot, ``I`` or ``W`` (see :class:`pipeline.slots.Holding`).
+        checked: ``compute`` has already passed :func:`pipeline.validate.validate`.
 
     Raises:
         PlanError: the compute plan is not complete or its data dependencies have a cycle.
@@ -44,8 +46,9 @@ def lower(
     """
     if window not in WINDOWS:
         raise UsageError(f"unknown window {window!r}; use one of {', '.join(WINDOWS)}")
-    microbatches = 1 + max((action.key[1] for row in compute for action in row), default=0)
-    validate(compute, placement, microbatches, lowered=False, allow_unordered=True)
+    if not checked:
+        microbatches = 1 + max((action.key[1] for row in compute for action in row), default=0)
+        validate(compute, placement, microbatches, lowered=False, allow_unordered=True)
     receives = _receives(compute, placement, i_slot_until)
     rows = []
     for rank, actions in enumerate(compute):
@@ -119,9 +122,10 @@ def _post_earlier(rows: list[list[Action]], placement: Placement) -> None:
     send go.
     """
     machine = Rendezvous(rows, placement, lowered=True)
-    while not machine.run():
-        obstacles = [machine.obstacle(rank) for rank in range(len(rows))]
-        stuck = next(one for one in obstacles if one is not None and one.action.kind in SENDS)
-        peer = rows[stuck.other]
-        peer.remove(stuck.needed)
-        peer.insert(machine.position[stuck.other], stuck.needed)
+    finished = machine.run()
+    while not finished:
+        stuck = next(filter(None, (machine.obstacle(rank) for rank in range(len(rows)) if machine.at_send(rank))))
+        peer, here = rows[stuck.other], machine.position[stuck.other]
+        del peer[peer.index(stuck.needed, here)]
+        peer.insert(here, stuck.needed)
+        finished = machine.run([stuck.other])

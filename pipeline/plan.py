@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from pipeline.actions import Action, Kind, format_actions, parse_actions
 from pipeline.lower import lower
-from pipeline.schedules import SCHEDULES, Placement
+from pipeline.schedules import Placement, find_schedule
 from pipeline.slots import Holding, SlotPlan, Slots, assign_slots
 from pipeline.validate import WINDOWS, validate
 from qeffect_lm.contract.errors import PlanError
@@ -221,7 +221,7 @@ def make_plan(
     """Lower and validate any compute plan. Raises PlanError (see :mod:`pipeline.validate`) or UsageError."""
     validate(compute, placement, microbatches, lowered=False, allow_unordered=allow_unordered)
     holding = holding or Holding()
-    rows = lower(compute, placement, window=window, i_slot_until=holding.i_slot_until)
+    rows = lower(compute, placement, window=window, i_slot_until=holding.i_slot_until, checked=True)
     actions = tuple(tuple(row) for row in rows)
     plan = Plan(name, placement, microbatches, window, actions, allow_unordered, holding)
     plan.validate()
@@ -234,7 +234,7 @@ def build_plan(
     microbatches: int,
     w_delay: int | None = 0,
     window: str = "step",
-    chunks: int = 1,
+    chunks: int | None = None,
     *,
     holding: Holding | None = None,
 ) -> Plan:
@@ -244,22 +244,21 @@ def build_plan(
         schedule: a name in :data:`pipeline.schedules.SCHEDULES`.
         pp: pipeline ranks, at least 1.
         microbatches: per optimizer step, at least 1; may be below ``pp`` and need not be divisible by it.
-        w_delay: microbatches by which W trails I; None: the stage index.
+        w_delay: microbatches by which W trails I; None: the stage index. The zero-bubble schedules and DualPipeV
+            set it themselves and take only 0 or None.
         window: ``"step"`` or ``"microbatch"``, when scales are committed.
-        chunks: chunks per rank; these schedules have one.
+        chunks: chunks per rank; None: the schedule's own (1; 2 for the V shapes and, where any number may be
+            asked for, the interleaved one).
         holding: how long buffers are kept; None: the defaults.
 
     Raises:
         UsageError: an unknown schedule or window, or numbers out of range.
     """
-    if schedule not in SCHEDULES:
-        raise UsageError(f"unknown schedule {schedule!r}; use one of {', '.join(SCHEDULES)}")
+    chosen = find_schedule(schedule)
     if window not in WINDOWS:
         raise UsageError(f"unknown window {window!r}; use one of {', '.join(WINDOWS)}")
-    if chunks != 1:
-        raise UsageError(f"schedule {schedule} has one chunk per rank, not {chunks}")
-    compute = SCHEDULES[schedule](pp, microbatches, w_delay)
-    return make_plan(schedule, compute, Placement.linear(pp), microbatches, window=window, holding=holding)
+    compute = chosen(pp, microbatches, w_delay, chunks)
+    return make_plan(schedule, compute, chosen.placement(pp, chunks), microbatches, window=window, holding=holding)
 
 
 def peak_bytes(

@@ -10,7 +10,7 @@ that is kinder.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from pipeline.actions import RECEIVES, SENDS, Action, Kind
@@ -49,7 +49,7 @@ class Obstacle(NamedTuple):
 
 def direction_of(kind: Kind) -> str:
     """``"F"`` for F, SEND_F and RECV_F; ``"B"`` for I, B, SEND_B and RECV_B."""
-    return "F" if kind in (Kind.F, Kind.SEND_F, Kind.RECV_F) else "B"
+    return "F" if kind is Kind.F or kind is Kind.SEND_F or kind is Kind.RECV_F else "B"
 
 
 def queue_of(action: Action, placement: Placement) -> Queue:
@@ -91,23 +91,38 @@ class Rendezvous:
         self._sent: dict[Queue, int] = defaultdict(int)
         self._arrived: set[tuple[str, int, int]] = set()  # (direction, consumer chunk, microbatch)
         self._computed: set[tuple[str, int, int]] = set()  # (direction, producer chunk, microbatch)
+        chunks = range(placement.num_chunks)
+        self._sources = {direction: [placement.source(chunk, direction) for chunk in chunks] for direction in "FB"}
+        self._targets = {direction: [placement.target(chunk, direction) for chunk in chunks] for direction in "FB"}
+        self._queues: dict[tuple[bool, str, int], Queue] = {}  # (is a send, direction, chunk) → its queue
 
     @property
     def done(self) -> bool:
         """True when every rank reached its end."""
         return all(position == len(row) for position, row in zip(self.position, self.rows, strict=True))
 
-    def run(self) -> bool:
-        """Run every rank as far as it gets. True when all reached their end."""
-        moved = True
-        while moved:
-            moved = False
-            for rank, row in enumerate(self.rows):
-                while self.position[rank] < len(row) and self.obstacle(rank) is None:
-                    self._execute(row[self.position[rank]])
-                    self.position[rank] += 1
-                    moved = True
+    def run(self, ranks: Iterable[int] | None = None) -> bool:
+        """Run every rank as far as it gets. True when all reached their end.
+
+        How far each one gets does not depend on who runs first. ``ranks``: those whose next action may have
+        become possible since the last call; None: all.
+        """
+        awake = list(range(len(self.rows)) if ranks is None else ranks)
+        while awake:
+            rank = awake.pop()
+            row = self.rows[rank]
+            while self.position[rank] < len(row) and self.obstacle(rank) is None:
+                action = row[self.position[rank]]
+                self.position[rank] += 1
+                other = self._execute(action)
+                if other is not None and other != rank:
+                    awake.append(other)
         return self.done
+
+    def at_send(self, rank: int) -> bool:
+        """True if the next action of a rank is a send."""
+        position = self.position[rank]
+        return position < len(self.rows[rank]) and self.rows[rank][position].kind in SENDS
 
     def obstacle(self, rank: int) -> Obstacle | None:
         """What the next action of a rank waits for; None when it can run or the rank is at its end."""
@@ -115,14 +130,22 @@ class Rendezvous:
         if position == len(self.rows[rank]):
             return None
         action = self.rows[rank][position]
-        if action.kind in SENDS:
+        kind = action.kind
+        if kind is Kind.SEND_F or kind is Kind.SEND_B:
             return self._unposted(rank, position, action)
-        if action.kind in (Kind.F, Kind.I, Kind.B):
+        if kind is Kind.F or kind is Kind.I or kind is Kind.B:
             return self._unfed(rank, position, action)
         return None
 
+    def _queue(self, action: Action, send: bool, direction: str) -> Queue:
+        key = send, direction, action.key[0]
+        queue = self._queues.get(key)
+        if queue is None:
+            queue = self._queues[key] = queue_of(action, self.placement)
+        return queue
+
     def _unposted(self, rank: int, position: int, action: Action) -> Obstacle | None:
-        queue = queue_of(action, self.placement)
+        queue = self._queue(action, True, "F" if action.kind is Kind.SEND_F else "B")
         if self._posted[queue] > self._sent[queue]:
             return None
         kind = Kind.RECV_F if action.kind is Kind.SEND_F else Kind.RECV_B
@@ -130,30 +153,38 @@ class Rendezvous:
 
     def _unfed(self, rank: int, position: int, action: Action) -> Obstacle | None:
         (chunk, microbatch), direction = action.key, direction_of(action.kind)
-        source = self.placement.source(chunk, direction)
+        source = self._sources[direction][chunk]
         if source is None:
             return None
-        if self.lowered and self.placement.crosses(chunk, source):
-            fed = (direction, chunk, microbatch) in self._arrived
+        message = self.lowered and self.placement.ranks[chunk] != self.placement.ranks[source]
+        if message and (direction, chunk, microbatch) in self._arrived:
+            return None
+        if not message and (direction, source, microbatch) in self._computed:
+            return None
+        if message:
             needed = Kind.SEND_F if direction == "F" else Kind.SEND_B
         else:
-            fed = (direction, source, microbatch) in self._computed
             needed = Kind.F if direction == "F" else Kind.I
-        if fed:
-            return None
-        return Obstacle(
-            rank, position, action, self.placement.ranks[source], Action(needed, source, microbatch)
-        )
+        return Obstacle(rank, position, action, self.placement.ranks[source], Action(needed, source, microbatch))
 
-    def _execute(self, action: Action) -> None:
-        if action.kind in RECEIVES:
-            self._posted[queue_of(action, self.placement)] += 1
-        elif action.kind in SENDS:
-            queue = queue_of(action, self.placement)
+    def _execute(self, action: Action) -> int | None:
+        """Note what an action does. Returns the rank that may have waited for it."""
+        kind, direction = action.kind, direction_of(action.kind)
+        if kind is Kind.RECV_F or kind is Kind.RECV_B:
+            queue = self._queue(action, False, direction)
+            self._posted[queue] += 1
+            return queue.src
+        if kind is Kind.SEND_F or kind is Kind.SEND_B:
+            queue = self._queue(action, True, direction)
             self._sent[queue] += 1
-            self._arrived.add((queue.direction, *message_of(action, self.placement)))
-        elif action.kind in (Kind.F, Kind.I, Kind.B):
-            self._computed.add((direction_of(action.kind), *action.key))
+            chunk, microbatch = action.key
+            self._arrived.add((direction, self._targets[direction][chunk] or 0, microbatch))
+            return queue.dst
+        if kind is Kind.F or kind is Kind.I or kind is Kind.B:
+            self._computed.add((direction, *action.key))
+            target = self._targets[direction][action.key[0]]
+            return None if target is None else self.placement.ranks[target]
+        return None
 
     def cycle(self) -> list[Obstacle]:
         """The ranks that wait for each other, once :meth:`run` got stuck; empty when nothing is stuck.

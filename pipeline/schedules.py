@@ -1,17 +1,25 @@
-"""Schedules: pure functions from (stages, microbatches) to the order of work on each rank.
+"""Schedules: pure functions from (ranks, microbatches) to the order of work on each rank.
 
 A schedule returns one list of compute actions (F, I, W) per rank. Sends, receives and the step's end are
 added by :mod:`pipeline.lower`; nothing here knows about communication. Within a chunk F, I and W each run in
 microbatch order, so that sums do not depend on the schedule.
+
+Every schedule takes any number of ranks and microbatches, from one on. Where the published form needs more
+microbatches than there are, the order for enough of them is made and the surplus left out: what remains of a
+valid order is valid, and no rank waits longer for it. :meth:`Schedule.notes` says so.
+
+The two schedules on a V of chunks are in :mod:`pipeline.schedules_v`; the registry :data:`SCHEDULES`, below, has all.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from pipeline.actions import Action, Kind
+from pipeline.schedules_v import dual_pipe_v, zb_v
 from qeffect_lm.errors import UsageError
 
 Compute = list[list[Action]]  # one list of compute actions per rank
@@ -40,6 +48,16 @@ class Placement:
         """Chunk r on rank r: one chunk per rank."""
         return cls(tuple(range(p)))
 
+    @classmethod
+    def interleaved(cls, p: int, chunks: int) -> Placement:
+        """Chunk c on rank c mod p: ``chunks`` per rank, the model goes round the ranks that many times."""
+        return cls(tuple(range(p)) * chunks)
+
+    @classmethod
+    def v_shaped(cls, p: int) -> Placement:
+        """Chunks r and 2p − 1 − r on rank r: the model goes to the last rank and comes back."""
+        return cls((*range(p), *reversed(range(p))))
+
     @property
     def num_chunks(self) -> int:
         return len(self.ranks)
@@ -55,32 +73,52 @@ class Placement:
     def source(self, chunk: int, direction: str) -> int | None:
         """The chunk whose result ``chunk`` reads: for ``"F"`` the one before, for ``"B"`` the one after."""
         other = chunk - 1 if direction == "F" else chunk + 1
-        return other if 0 <= other < self.num_chunks else None
+        return other if 0 <= other < len(self.ranks) else None
 
     def target(self, chunk: int, direction: str) -> int | None:
         """The chunk that reads the result of ``chunk``; None, as for :meth:`source`, at the end."""
-        return self.source(chunk, "B" if direction == "F" else "F")
+        other = chunk + 1 if direction == "F" else chunk - 1
+        return other if 0 <= other < len(self.ranks) else None
 
     def crosses(self, chunk: int, other: int | None) -> bool:
         """True if ``other`` exists and lives on another rank, so that the hand-over is a message."""
         return other is not None and self.ranks[chunk] != self.ranks[other]
 
 
-def _check(p: int, m: int, w_delay: int | None) -> None:
+def _check(p: int, m: int, w_delay: int | None = 0) -> None:
     if p < 1 or m < 1:
         raise UsageError(f"a schedule needs at least one stage and one microbatch, not p={p}, m={m}")
     if w_delay is not None and w_delay < 0:
-        raise UsageError(
-            f"w_delay={w_delay}: W cannot run before its I; use 0 or more, or null for the stage index"
-        )
+        raise UsageError(f"w_delay={w_delay}: W cannot run before its I; use 0 or more, or null for the stage index")
 
 
-def _backward(chunk: int, microbatch: int, m: int, delay: int) -> list[Action]:
-    """I of a microbatch, then the W that trails it by ``delay``; after the last I all the W that remain."""
-    actions = [Action(Kind.I, chunk, microbatch)]
-    last = m if microbatch == m - 1 else microbatch - delay + 1
-    first = max(0, microbatch - delay)
-    return actions + [Action(Kind.W, chunk, late) for late in range(first, last)]
+def _lag(w_delay: int | None, rank: int) -> int:
+    return rank if w_delay is None else w_delay
+
+
+def _with_weights(order: list[Action], lag: int) -> list[Action]:
+    """An order of F and I, completed: after each I the W that trails it by ``lag`` I, after the last I the rest."""
+    due: deque[Action] = deque()
+    left = sum(action.kind is Kind.I for action in order)
+    actions = []
+    for action in order:
+        actions.append(action)
+        if action.kind is Kind.I:
+            left -= 1
+            due.append(Action(Kind.W, *action.key))
+            while len(due) > (lag if left else 0):
+                actions.append(due.popleft())
+    return actions
+
+
+def ahead_order(stage: int, m: int, ahead: int, lag: int = 0) -> list[Action]:
+    """One stage of one chunk per rank: ``ahead`` ≥ 1 F, then I and F in turn; W trails its I by ``lag``."""
+    order = [Action(Kind.F, stage, microbatch) for microbatch in range(min(ahead, m))]
+    for microbatch in range(m):
+        order.append(Action(Kind.I, stage, microbatch))
+        if ahead + microbatch < m:
+            order.append(Action(Kind.F, stage, ahead + microbatch))
+    return _with_weights(order, lag)
 
 
 def gpipe(p: int, m: int, w_delay: int | None = 0) -> Compute:
@@ -94,36 +132,148 @@ def gpipe(p: int, m: int, w_delay: int | None = 0) -> Compute:
     Returns: per rank, 3·m compute actions. Raises: UsageError for p < 1, m < 1 or w_delay < 0.
     """
     _check(p, m, w_delay)
-    plan = []
-    for stage in range(p):
-        delay = stage if w_delay is None else w_delay
-        actions = [Action(Kind.F, stage, microbatch) for microbatch in range(m)]
-        for microbatch in range(m):
-            actions += _backward(stage, microbatch, m, delay)
-        plan.append(actions)
-    return plan
+    return [ahead_order(stage, m, m, _lag(w_delay, stage)) for stage in range(p)]
 
 
 def one_f_one_b(p: int, m: int, w_delay: int | None = 0) -> Compute:
     """1F1B (PipeDream-flush; Narayanan et al., 2021) with the backward split in I and W.
 
-    Stage s runs min(m, p − 1 − s) F ahead, then alternates F and I, then runs the remaining I. At most
-    min(m, p − s) microbatches are between F and I at a time. Arguments, result and errors as :func:`gpipe`.
+    Stage s runs p − s F, then I and F in turn, then the remaining I. At most min(m, p − s) microbatches are
+    between F and I at a time. Arguments, result and errors as :func:`gpipe`.
     """
     _check(p, m, w_delay)
+    return [ahead_order(stage, m, p - stage, _lag(w_delay, stage)) for stage in range(p)]
+
+
+def zb_h1(p: int, m: int) -> Compute:
+    """ZB-H1 ("Zero Bubble Pipeline Parallelism", Qi et al., ICLR 2024): 1F1B whose W trails I by the stage index.
+
+    Holds, with the W still to come, as much on every stage as 1F1B on its first: p microbatches. Result and errors
+    as :func:`gpipe`.
+    """
+    _check(p, m)
+    return [ahead_order(stage, m, p - stage, stage) for stage in range(p)]
+
+
+def zb_h2(p: int, m: int) -> Compute:
+    """ZB-H2 (as :func:`zb_h1`): stage s runs 2(p − s) − 1 F ahead, W trails by 2s; holds 2p − 1 microbatches."""
+    _check(p, m)
+    return [ahead_order(stage, m, 2 * (p - stage) - 1, 2 * stage) for stage in range(p)]
+
+
+def interleaved(p: int, m: int, w_delay: int | None = 0, chunks: int = 2) -> Compute:
+    """Interleaved 1F1B (Narayanan et al., 2021): rank r holds chunks r, r + p, r + 2p …
+
+    F runs through groups of p microbatches, each group through all chunks of the rank; I in the same way with
+    the chunks reversed. Rank r runs 2(p − r − 1) + (chunks − 1)p F ahead and then F and I in turn. The published
+    form needs m divisible by p; here the last group is cut.
+
+    Args:
+        p: ranks.
+        m: microbatches.
+        w_delay: how many I of the rank lie between an I and its W (None: the rank).
+        chunks: chunks per rank; 1 is :func:`one_f_one_b`.
+
+    Returns: per rank, 3·m·chunks compute actions. Raises: UsageError for p, m or chunks < 1, or w_delay < 0.
+    """
+    _check(p, m, w_delay)
+    if chunks < 1:
+        raise UsageError(f"a rank needs at least one chunk, not {chunks}")
+    whole = -(-m // p) * p
+    work = [(group, chunk) for group in range(0, whole, p) for chunk in range(chunks)]
     plan = []
-    for stage in range(p):
-        delay = stage if w_delay is None else w_delay
-        ahead = min(m, p - 1 - stage)
-        actions = [Action(Kind.F, stage, microbatch) for microbatch in range(ahead)]
-        for microbatch in range(m):
-            if ahead + microbatch < m:
-                actions.append(Action(Kind.F, stage, ahead + microbatch))
-            actions += _backward(stage, microbatch, m, delay)
-        plan.append(actions)
+    for rank in range(p):
+        forward = [Action(Kind.F, chunk * p + rank, group + k) for group, chunk in work for k in range(p)]
+        backward = [Action(Kind.I, (chunks - 1 - chunk) * p + rank, group + k) for group, chunk in work for k in range(p)]
+        ahead = 2 * (p - rank - 1) + (chunks - 1) * p if chunks > 1 else p - rank - 1
+        order = forward[:ahead]
+        for place, action in enumerate(backward):
+            order += [*forward[ahead + place : ahead + place + 1], action]
+        plan.append(_with_weights([action for action in order if action.key[1] < m], _lag(w_delay, rank)))
     return plan
 
 
-SCHEDULES: Mapping[str, Callable[[int, int, int | None], Compute]] = MappingProxyType(
-    {"1f1b": one_f_one_b, "gpipe": gpipe}
+def fused(compute: Compute) -> Compute:
+    """The same order with B in the place of every I that its W directly follows: the undivided backward."""
+    plan = []
+    for row in compute:
+        merged: list[Action] = []
+        for action in row:
+            if action.kind is Kind.W and merged and merged[-1] == Action(Kind.I, *action.key):
+                merged[-1] = Action(Kind.B, *action.key)
+            else:
+                merged.append(action)
+        plan.append(merged)
+    return plan
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A named schedule: how to make its order, and where its chunks lie.
+
+    Args:
+        name: as in a configuration and on the command line.
+        make: (p, m, w_delay, chunks per rank) → compute actions per rank.
+        shape: ``linear`` (one chunk per rank), ``interleaved`` (any number) or ``v`` (two).
+        own_lag: the schedule itself says when W runs; ``w_delay`` must stay 0 (or None).
+        enough: the microbatches that the published form needs, as a function of p and m; fewer are degraded.
+    """
+
+    name: str
+    make: Callable[[int, int, int | None, int], Compute]
+    shape: str
+    own_lag: bool
+    enough: Callable[[int, int], int]
+
+    def __call__(self, p: int, m: int, w_delay: int | None = 0, chunks: int | None = None) -> Compute:
+        """The compute actions per rank. Raises UsageError for numbers out of range."""
+        _check(p, m, w_delay)
+        if self.own_lag and w_delay:
+            raise UsageError(f"w_delay={w_delay}: schedule {self.name} itself sets when W runs; leave w_delay at 0")
+        return self.make(p, m, w_delay, self.chunks(chunks))
+
+    def chunks(self, wanted: int | None = None) -> int:
+        """Chunks per rank; ``wanted`` None: the schedule's usual number. Raises UsageError for one it cannot have."""
+        usual = 1 if self.shape == "linear" else 2
+        if wanted is None or wanted == usual or (self.shape == "interleaved" and wanted >= 1):
+            return usual if wanted is None else wanted
+        if self.shape == "interleaved":
+            raise UsageError(f"a rank needs at least one chunk, not {wanted}")
+        number = "one chunk" if usual == 1 else "two chunks"
+        raise UsageError(f"schedule {self.name} has {number} per rank, not {wanted}")
+
+    def placement(self, p: int, chunks: int | None = None) -> Placement:
+        """Which rank holds which chunk. Raises UsageError for chunks that the schedule cannot have."""
+        number = self.chunks(chunks)
+        return Placement.v_shaped(p) if self.shape == "v" else Placement.interleaved(p, number)
+
+    def notes(self, p: int, m: int) -> tuple[str, ...]:
+        """What differs from the published form at this size, for people; empty when nothing does."""
+        enough = self.enough(p, m)
+        if m >= enough:
+            return ()
+        return (f"{self.name} is published for {enough} microbatches on {p} ranks; its order is cut to the {m} there are",)
+
+
+SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
+    {
+        schedule.name: schedule
+        for schedule in (
+            Schedule("1f1b", lambda p, m, delay, _: one_f_one_b(p, m, delay), "linear", False, lambda p, m: 1),
+            Schedule("gpipe", lambda p, m, delay, _: gpipe(p, m, delay), "linear", False, lambda p, m: 1),
+            Schedule("interleaved-1f1b", interleaved, "interleaved", False, lambda p, m: -(-m // p) * p),
+            Schedule("zb-h1", lambda p, m, *_: zb_h1(p, m), "linear", True, lambda p, m: p),
+            Schedule("zb-h2", lambda p, m, *_: zb_h2(p, m), "linear", True, lambda p, m: 2 * p - 1),
+            Schedule("zb-v", lambda p, m, *_: zb_v(p, m), "v", True, lambda p, m: 2 * p - 1),
+            Schedule("dualpipev", lambda p, m, *_: dual_pipe_v(p, m), "v", True, lambda p, m: 2 * p),
+        )
+    }
 )
+"""Every named schedule. ``auto`` is not among them: it is made from measured times, see :mod:`pipeline.auto`."""
+
+
+def find_schedule(name: str) -> Schedule:
+    """The schedule of a name. Raises UsageError that lists the names."""
+    if name not in SCHEDULES:
+        raise UsageError(f"unknown schedule {name!r}; use one of {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]

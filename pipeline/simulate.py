@@ -1,10 +1,18 @@
-"""How long a plan takes, by the cost model of "Zero Bubble Pipeline Parallelism" (Qi et al., 2024).
+"""How long a plan takes and how much it holds, by the model of "Zero Bubble Pipeline Parallelism" (Qi et al., ICLR 2024).
 
 The work of a rank runs in order, one piece at a time. A result reaches another rank ``T_comm`` after its
-producer ended; messages are pure latency and occupy no compute. The cost is the longest time, over ranks,
-from the start of the rank's first F to the end of its last work; the bubble rate is (cost − work) / cost,
-where work is m · (T_F + T_I + T_W) for one chunk per rank. Commits, reduction and the optimizer step take no
-time here.
+producer ended; messages are pure latency and occupy no compute. Commits, reduction and the optimizer step take
+no time here. Two conventions say what a step costs:
+
+* *stage span*, the paper's: the longest time, over ranks, from the start of the rank's first F to the end of its
+  last work. A rank's steps can then overlap another rank's: nothing waits for all ranks between two steps.
+* *makespan*: from the start of the first work to the end of the last, on any rank. That is what a step takes when
+  its end waits for everybody, as a global gradient norm does.
+
+The bubble rate is (cost − work) / cost, where work is m · (T_F + T_I + T_W) for one chunk per rank (the busiest
+rank's, if they differ). The paper's 1F1B has one undivided backward, B = I + W, which sends its gradient when all
+of it has run: :func:`pipeline.schedules.fused` makes such a plan, and its published bubble rates follow. With I
+and W apart 1F1B sends after I, and is faster.
 """
 
 from __future__ import annotations
@@ -24,7 +32,8 @@ Duration = float | Sequence[float]  # one number, or one per chunk
 class Simulation:
     """``start[rank][position]`` and ``end[rank][position]`` of each action, in the unit of the durations.
 
-    ``cost`` and ``bubble`` are those of the plan; ``busy[rank]`` is the rank's compute time.
+    ``busy[rank]`` is the rank's compute time. ``cost`` and ``bubble`` are by stage span, ``makespan`` and
+    ``makespan_bubble`` by makespan.
     """
 
     start: tuple[tuple[float, ...], ...]
@@ -32,6 +41,8 @@ class Simulation:
     busy: tuple[float, ...]
     cost: float
     bubble: float
+    makespan: float
+    makespan_bubble: float
 
 
 def _of_chunk(duration: Duration, chunk: int) -> float:
@@ -92,8 +103,11 @@ def simulate(
     cost = max(_extent(*rank) for rank in zip(plan.actions, start, end, strict=True))
     if cost <= 0:
         raise UsageError("durations are all zero: there is nothing to simulate")
+    makespan = max(ends[-1] for ends in end)  # the first F of chunk 0 starts at 0
     freeze = tuple(map(tuple, start)), tuple(map(tuple, end))
-    return Simulation(*freeze, busy, cost, (cost - max(busy)) / cost)
+    work = max(busy)
+    bubbles = [max(0.0, (total - work) / total) for total in (cost, makespan)]  # rounding may give −1e-16
+    return Simulation(*freeze, busy, cost, bubbles[0], makespan, bubbles[1])
 
 
 def _ready(
@@ -113,3 +127,45 @@ def _ready(
 def _extent(row: Sequence[Action], start: Sequence[float], end: Sequence[float]) -> float:
     work = [position for position, action in enumerate(row) if action.is_compute]
     return max(end[position] for position in work) - start[work[0]]
+
+
+def peak_activations(
+    rows: Sequence[Sequence[Action]],
+    M_B: Duration = 1.0,  # noqa: N803 - the paper's names
+    M_W: Duration = 1.0,  # noqa: N803
+) -> tuple[float, ...]:
+    """The most activation memory that each rank holds: F adds M_B, I changes it to M_W, W releases that.
+
+    Args:
+        rows: the actions of each rank, lowered or not.
+        M_B: what one microbatch of a chunk holds after F: one number, or one per chunk; any unit.
+        M_W: what of it is left after I, at most M_B.
+
+    Returns: per rank, in the unit of M_B; exact in the numbers held, not summed up step by step.
+
+    Raises: UsageError: a negative size, or M_W above M_B.
+    """
+    for values in zip(*(size if isinstance(size, Sequence) else [size] for size in (M_B, M_W)), strict=False):
+        if not 0 <= values[1] <= values[0]:
+            raise UsageError(f"activation sizes need 0 ≤ M_W ≤ M_B, not M_B {M_B}, M_W {M_W}")
+    peaks = []
+    for row in rows:
+        after_f: dict[int, int] = {}  # chunk → microbatches between F and I, and between I and W
+        after_i: dict[int, int] = {}
+        most = 0.0
+        for action in row:
+            if not action.is_compute:
+                continue
+            chunk = action.key[0]
+            if action.kind is Kind.F:
+                after_f[chunk] = after_f.get(chunk, 0) + 1
+                held = sum(count * _of_chunk(M_B, chunk) for chunk, count in after_f.items())
+                held += sum(count * _of_chunk(M_W, chunk) for chunk, count in after_i.items())
+                most = max(most, held)
+            elif action.kind is Kind.W:
+                after_i[chunk] -= 1
+            else:
+                after_f[chunk] -= 1
+                after_i[chunk] = after_i.get(chunk, 0) + (action.kind is Kind.I)
+        peaks.append(most)
+    return tuple(peaks)

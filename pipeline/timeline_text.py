@@ -10,7 +10,7 @@ left out.
 
 from __future__ import annotations
 
-from pipeline.actions import Action
+from pipeline.actions import Action, Kind
 from pipeline.plan import Plan
 from pipeline.simulate import Simulation, simulate
 from qeffect_lm.errors import UsageError
@@ -25,6 +25,7 @@ def render(
     width: int = 100,
     durations: tuple[float, float, float] = (1.0, 1.0, 1.0),
     comm: float = 0.0,
+    idle: str = ".",
 ) -> str:
     """Draw a plan, its slots per rank, and its bubble rate by :func:`pipeline.simulate.simulate`.
 
@@ -33,6 +34,7 @@ def render(
         width: columns of the terminal, at least 72.
         durations: time of one F, I, W, in any unit.
         comm: latency of a message, in the same unit.
+        idle: the character that idle time is drawn with.
 
     Returns: lines of at most ``width`` columns, with a final newline.
 
@@ -47,10 +49,11 @@ def render(
         f"{plan.schedule}: {_count(placement.num_chunks, 'chunk')} on {_count(plan.num_ranks, 'rank')}, "
         f"{_count(plan.microbatches, 'microbatch', 'es')}, window {plan.window}"
     )
-    legend = ["F forward, I input gradient, W weight gradient, . idle"]
+    fused = "B I and W, " if any(action.kind is Kind.B for row in plan.actions for action in row) else ""
+    legend = [f"F forward, I input gradient, W weight gradient, {fused}{idle} idle"]
     if placement.num_chunks > plan.num_ranks:
         legend.append("2F0: chunk 2, F, microbatch 0")
-    sections = [[head, *legend], *_panels(plan, simulation, width, durations), _table(plan, simulation)]
+    sections = [[head, *legend], *_panels(plan, simulation, width, durations, idle), _table(plan, simulation)]
     times = ", ".join(f"T_{name} {value:g}" for name, value in zip("FIW", durations, strict=True))
     work = max(simulation.busy)
     sections.append(
@@ -71,7 +74,7 @@ def _label(action: Action, several_chunks: bool) -> str:
 
 
 def _panels(
-    plan: Plan, simulation: Simulation, width: int, durations: tuple[float, float, float]
+    plan: Plan, simulation: Simulation, width: int, durations: tuple[float, float, float], idle: str
 ) -> list[list[str]]:
     """The picture, cut into blocks of lines that fit the width."""
     several = plan.placement.num_chunks > plan.num_ranks
@@ -80,7 +83,7 @@ def _panels(
     scale = cell / min(value for value in durations if value > 0)  # columns per unit of time
     names = [f"rank {rank}" for rank in range(plan.num_ranks)]
     margin = len(names[-1]) + 2
-    lines = [_line(plan, simulation, rank, several, scale) for rank in range(plan.num_ranks)]
+    lines = [_line(plan, simulation, rank, several, scale, idle) for rank in range(plan.num_ranks)]
     panel = max(1, (width - margin) // cell) * cell
     starts = list(range(0, max(map(len, lines)), panel))
     panels = []
@@ -98,7 +101,7 @@ def _panels(
     return panels
 
 
-def _line(plan: Plan, simulation: Simulation, rank: int, several: bool, scale: float) -> str:
+def _line(plan: Plan, simulation: Simulation, rank: int, several: bool, scale: float, idle: str) -> str:
     """One rank's whole line: a cell for each piece of work, dots for idle time."""
     total = round(max(max(ends) for ends in simulation.end) * scale)
     columns = [" "] * total
@@ -108,17 +111,17 @@ def _line(plan: Plan, simulation: Simulation, rank: int, several: bool, scale: f
             continue
         left = round(simulation.start[rank][position] * scale)
         right = round(simulation.end[rank][position] * scale)
-        columns[free:left] = _idle(left - free)
+        columns[free:left] = _idle(left - free, idle)
         size = right - left
         text = _label(action, several)
         columns[left:right] = text[:size].ljust(size)
         free = right
-    columns[free:total] = _idle(total - free)
+    columns[free:total] = _idle(total - free, idle)
     return "".join(columns)
 
 
-def _idle(size: int) -> str:
-    return ("." * (size - 1) + " ") if size > 1 else "." * size
+def _idle(size: int, mark: str) -> str:
+    return (mark * (size - 1) + " ") if size > 1 else mark * size
 
 
 def _ruler(start: int, size: int, scale: float, cell: int) -> str:

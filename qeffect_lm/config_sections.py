@@ -156,8 +156,11 @@ class ParallelConfig(Section):
 class PipelineConfig(Section):
     """the pipeline's schedule"""
 
-    schedule: Literal["1f1b", "gpipe"] = _key(
-        "1f1b", "Order of forward (F), input-gradient (I) and weight-gradient (W) work.", on_resume="warn"
+    schedule: Literal["1f1b", "gpipe", "zb-h1", "zb-h2"] = _key(
+        "1f1b",
+        "Order of forward (F), input-gradient (I) and weight-gradient (W) work. ZB-H1 holds as many microbatches on every "
+        "stage as 1F1B on its first, ZB-H2 about twice as many.",
+        on_resume="warn",
     )
     microbatches: int = _key(
         4,
@@ -168,7 +171,7 @@ class PipelineConfig(Section):
     )
     w_delay: int | None = _key(
         0,
-        "By how many microbatches W trails I; null: the stage's index.",
+        "By how many microbatches W trails I; null: the stage's index. ZB-H1 and ZB-H2 set this themselves: leave it 0.",
         on_resume="warn",
         unit="microbatches",
         ge=0,

@@ -171,6 +171,27 @@ def _reduce_nan(rank: int, world: int) -> list[float]:
     return assembly.timeline.open_amax[:6].tolist()
 
 
+def _calibrated(rank: int, world: int):
+    """Scales after calibration on this replica's own data."""
+    mesh = Mesh({"dp": 2}, rank)
+    mesh.create_groups()
+    assembly = assemble(config(parallel__dp=2), mesh)
+    assembly.prepare(batch(rank))
+    return assembly.timeline.scale.tolist()
+
+
+def test_replicas_calibrate_together():
+    """Each replica sees other data; the first scales are those of the larger amax, on both."""
+    both = run_distributed(_calibrated, 2, timeout=120)
+    alone = []
+    for rank in range(2):
+        assembly = assemble(config())
+        assembly.prepare(batch(rank))
+        alone.append(assembly.timeline.scale.tolist())
+    assert both[0] == both[1] and alone[0] != alone[1]
+    assert both[0] == [min(pair) for pair in zip(*alone, strict=True)]
+
+
 def test_a_nan_survives_the_reduction_on_every_replica():
     """A library's MAX may lose a NaN, and then replicas would go on with different scales."""
     results = run_distributed(_reduce_nan, 2, timeout=120)

@@ -8,7 +8,7 @@ from random import Random
 from hypothesis import strategies as st
 
 from pipeline.actions import Action, Kind
-from pipeline.schedules import Placement
+from pipeline.schedules import SCHEDULES, Placement
 
 PLACEMENTS = [
     (0,),
@@ -21,6 +21,18 @@ PLACEMENTS = [
     (1, 0),
     (2, 0, 1, 0),
 ]
+
+
+PLAIN = [name for name, schedule in SCHEDULES.items() if schedule.shape == "linear" and not schedule.own_lag]
+
+
+@st.composite
+def named(draw: st.DrawFn, ranks: int = 6, microbatches: int = 12) -> tuple[str, int, int, int | None, int | None]:
+    """Arguments of a named schedule: (name, p, m, w_delay, chunks per rank)."""
+    schedule = SCHEDULES[draw(st.sampled_from(sorted(SCHEDULES)))]
+    w_delay = draw(st.sampled_from([0, None]) if schedule.own_lag else st.none() | st.integers(0, 9))
+    chunks = draw(st.none() | st.integers(1, 3)) if schedule.shape == "interleaved" else None
+    return schedule.name, draw(st.integers(1, ranks)), draw(st.integers(1, microbatches)), w_delay, chunks
 
 
 def random_compute(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pipeline.plan import build_plan
+from qeffect_lm.app.assemble import assemble
 from tests.tiny import Batch, assert_moved, batch, config, differing, local_plan, train
 
 FP8 = {"precision__fp8__recipe": "delayed"}
@@ -134,3 +135,41 @@ def test_plan_is_what_runs():
     settings = config()
     plan = build_plan("1f1b", 1, 4, 1)
     assert train(settings, 1).assembly.plan.text() == plan.text()
+
+
+def test_dropout_masks_change_with_step_and_microbatch():
+    """The same data and (almost) the same weights: only the masks differ, between steps and between microbatches."""
+    still = {"precision__fp8__recipe": "none", "optim__lr": 1e-30, "model__dropout": 0.1, "pipeline__microbatches": 2}
+
+    def repeated(step: int) -> Batch:
+        data = batch(0, 2)
+        data.inputs[1], data.targets[1] = data.inputs[0], data.targets[0]
+        return data
+
+    run = train(config(**still), 3, batches=repeated)
+    assert len(set(run.losses)) == 3
+    per_microbatch = run.assembly.engine.end.losses
+    assert float(per_microbatch[0]) != float(per_microbatch[1])
+
+
+def test_calibration_uses_the_step_s_divisor():
+    """Twice the tokens halve every gradient, so the gradients' first scales double exactly; the others stay."""
+    scales = []
+    for factor in (1, 2):
+        assembly = assemble(config())
+        data = batch(0)
+        data.tokens *= factor
+        assembly.prepare(data)
+        scales.append({role.name: float(assembly.timeline.scale_of(role.name)) for role in assembly.timeline.roles})
+    for name, scale in scales[0].items():
+        assert scales[1][name] == scale * (2 if name.endswith("grad_output") else 1), name
+
+
+def test_evaluation_puts_generators_back():
+    """A layer that draws in evaluation (as fused attention may, even without dropout) does not move training's generators."""
+    run = train(config(), 1)
+    chunk = run.assembly.engine.stages[0].chunk
+    chunk.register_forward_pre_hook(lambda *_: (torch.rand(3), None)[1])
+    before = torch.get_rng_state()
+    first = run.assembly.evaluator.run(batch(9))
+    assert torch.equal(torch.get_rng_state(), before) and run.assembly.evaluator.run(batch(9)) == first

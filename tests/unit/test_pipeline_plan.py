@@ -16,17 +16,13 @@ from pipeline.schedules import SCHEDULES, Placement
 from pipeline.slots import Slots, Span
 from qeffect_lm.contract.errors import PlanError
 from qeffect_lm.errors import UsageError
-from tests.unit.pipeline_plans import computes
+from tests.unit.pipeline_plans import PLAIN, computes, named
 
 RESOURCES = ("i_slots", "w_slots", "inputs", "outputs", "grad_ins", "dxs")
-PLANS = st.builds(
-    build_plan,
-    st.sampled_from(sorted(SCHEDULES)),
-    st.integers(1, 6),
-    st.integers(1, 12),
-    st.none() | st.integers(0, 8),
-    st.sampled_from(["step", "microbatch"]),
-)
+WINDOW = st.sampled_from(["step", "microbatch"])
+SIZES = (st.integers(1, 6), st.integers(1, 12), st.none() | st.integers(0, 8), WINDOW)
+PLAIN_PLANS = st.builds(build_plan, st.sampled_from(PLAIN), *SIZES)
+PLANS = st.builds(lambda arguments, window: build_plan(*arguments[:4], window, arguments[4]), named(4, 9), WINDOW)
 
 
 @st.composite
@@ -114,7 +110,7 @@ def test_a_gradient_may_be_awaited_before_f() -> None:
     assert dict(slots.i_slots.count) == {0: 2}
 
 
-@given(PLANS)
+@given(PLAIN_PLANS)
 def test_receiving_ahead_costs_no_slot(plan: Plan) -> None:
     """In 1F1B and GPipe the I-slots are those that F and I alone would need."""
     for row, slots in zip(plan.actions, plan.slots, strict=True):

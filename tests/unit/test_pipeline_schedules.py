@@ -10,6 +10,7 @@ from pipeline.actions import Kind, format_actions
 from pipeline.schedules import SCHEDULES, Placement, gpipe, one_f_one_b
 from pipeline.validate import validate
 from qeffect_lm.errors import UsageError
+from tests.unit.pipeline_plans import PLAIN, named
 
 SIZES = (st.integers(1, 6), st.integers(1, 12), st.none() | st.integers(0, 14))
 
@@ -52,15 +53,17 @@ def test_w_delay_none_is_the_stage_index() -> None:
             assert by_stage[stage] == schedule(4, 7, stage)[stage]
 
 
-@given(st.sampled_from(sorted(SCHEDULES)), *SIZES)
-def test_every_size_is_valid(name: str, p: int, m: int, w_delay: int | None) -> None:
-    """P1: any m, below p and not divisible by it."""
-    plan = SCHEDULES[name](p, m, w_delay)
-    validate(plan, Placement.linear(p), m, lowered=False)
-    assert sum(map(len, plan)) == 3 * p * m
+@given(named())
+def test_every_size_is_valid(arguments: tuple) -> None:
+    """P1: any m, below p and not divisible by it or by the chunks."""
+    name, p, m, w_delay, chunks = arguments
+    plan = SCHEDULES[name](p, m, w_delay, chunks)
+    placement = SCHEDULES[name].placement(p, chunks)
+    validate(plan, placement, m, lowered=False)
+    assert sum(map(len, plan)) == 3 * placement.num_chunks * m
 
 
-@given(st.sampled_from(sorted(SCHEDULES)), *SIZES)
+@given(st.sampled_from(PLAIN), *SIZES)
 def test_activations_held(name: str, p: int, m: int, w_delay: int | None) -> None:
     """Between F and I lie min(m, p − stage) microbatches in 1F1B, m in GPipe; W trails by w_delay."""
     for stage, row in enumerate(SCHEDULES[name](p, m, w_delay)):

@@ -1,0 +1,183 @@
+"""Orders for :mod:`pipeline.auto` to start from: greedy list scheduling under the memory limit.
+
+:func:`float_weights` keeps the order of F and I and decides when W runs: while the rank would wait, or when memory
+is short. :func:`greedy` decides everything by what is ready. Both simulate all ranks together, in time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from math import inf
+
+from pipeline.auto_problem import Operation, Order, Problem
+
+Choice = Operation | float | None  # what to run now; or when to look again; or nothing is known
+
+
+class _Clock:
+    """All ranks half-way through a step: what each has done, holds and has been sent."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        ranks, m = problem.placement.ranks, problem.microbatches
+        self.order: Order = [[] for _ in problem.chunks_of]
+        self.ready_f = [[inf] * m for _ in ranks]  # per chunk and microbatch: when the input is there
+        self.ready_i = [[inf] * m for _ in ranks]
+        self.ready_f[0] = [0.0] * m
+        self.count = {kind: [0] * len(ranks) for kind in "FIW"}
+        self.held = [0.0] * len(self.order)
+        self.free = [0.0] * len(self.order)
+        self.late: list[list[Operation]] = [[] for _ in self.order]  # W in the order of their I
+        self.late_done = [0] * len(self.order)
+
+    def next_weight(self, rank: int) -> Operation | None:
+        late, done = self.late[rank], self.late_done[rank]
+        return late[done] if done < len(late) else None
+
+    def run(self, choose: Callable[[int, float], Choice]) -> Order | None:
+        """Let ``choose(rank, now)`` pick for every free rank until nothing more happens; None if work is left."""
+        events = [(0.0, rank) for rank in range(len(self.order))]
+        slack = self.problem.slack
+        while events:
+            now, rank = heapq.heappop(events)
+            if self.free[rank] > now + slack:
+                continue
+            choice = choose(rank, now)
+            if isinstance(choice, tuple):
+                self._execute(rank, now, choice, events)
+            elif choice is not None and choice < inf:
+                heapq.heappush(events, (choice, rank))
+        complete = sum(map(len, self.order)) == self.problem.operations
+        return self.order if complete else None
+
+    def _execute(self, rank: int, now: float, operation: Operation, events: list[tuple[float, int]]) -> None:
+        problem, (kind, chunk, microbatch) = self.problem, operation
+        self.order[rank].append(operation)
+        self.count[kind][chunk] += 1
+        other = None
+        if kind == "F":
+            end = now + problem.t_f[chunk]
+            self.held[rank] += problem.m_b[chunk]
+            if chunk + 1 < len(self.ready_f):
+                other, ready = chunk + 1, self.ready_f
+            else:
+                self.ready_i[chunk][microbatch] = end
+        elif kind == "I":
+            end = now + problem.t_i[chunk]
+            self.held[rank] += problem.m_w[chunk] - problem.m_b[chunk]
+            self.late[rank].append(("W", chunk, microbatch))
+            if chunk:
+                other, ready = chunk - 1, self.ready_i
+        else:
+            end = now + problem.t_w[chunk]
+            self.held[rank] -= problem.m_w[chunk]
+            self.late_done[rank] += 1
+        if other is not None:
+            holder = problem.placement.ranks[other]
+            ready[other][microbatch] = end if holder == rank else end + problem.t_comm
+            if holder != rank:  # now it is known when the result will be there: the holder may wait for it
+                heapq.heappush(events, (now, holder))
+                heapq.heappush(events, (ready[other][microbatch], holder))
+        self.free[rank] = end
+        heapq.heappush(events, (end, rank))
+
+
+def float_weights(order: Order, problem: Problem, patience: float) -> Order | None:
+    """The same order of F and I, with each W where it costs least.
+
+    Args:
+        order: any valid order; its W are dropped.
+        problem: times, sizes and limit.
+        patience: with a result on its way that arrives in less than ``patience`` · T_W the rank waits for it;
+            otherwise it runs a W.
+
+    Returns: an order within the limit, or None if this order of F and I cannot keep it.
+    """
+    clock = _Clock(problem)
+    todo = [[operation for operation in row if operation[0] != "W"] for row in order]
+    place = [0] * len(todo)
+    slack = problem.slack
+
+    def choose(rank: int, now: float) -> Choice:
+        weight = clock.next_weight(rank)
+        if place[rank] == len(todo[rank]):
+            return weight
+        operation = todo[rank][place[rank]]
+        kind, chunk, microbatch = operation
+        at = (clock.ready_f if kind == "F" else clock.ready_i)[chunk][microbatch]
+        full = kind == "F" and clock.held[rank] + problem.m_b[chunk] > problem.room[rank]
+        if at <= now + slack and not full:
+            place[rank] += 1
+            return operation
+        if weight is not None and (full or at - now >= patience * problem.t_w[weight[1]]):
+            return weight
+        return None if full else at
+
+    return clock.run(choose)
+
+
+def greedy(problem: Problem, patience: float, first: str) -> Order | None:
+    """List scheduling: of what is ready a rank takes F or I, and W when neither is, or when memory is short.
+
+    An F starts only if the rank could still finish its oldest open microbatch, so no limit above one microbatch
+    blocks it.
+
+    Args:
+        problem: times, sizes and limit.
+        patience: as in :func:`float_weights`.
+        first: what is taken if both are ready: ``"F"``, ``"I"``, or ``"turns"``: the other than last time.
+
+    Returns: an order within the limit, or None.
+    """
+    clock = _Clock(problem)
+    m, slack = problem.microbatches, problem.slack
+    last = ["I"] * len(clock.order)
+
+    def choose(rank: int, now: float) -> Choice:
+        forward, short, soon_f = _ready_forward(clock, rank, now)
+        chunks = problem.chunks_of[rank]
+        open_i = [c for c in chunks if clock.count["I"][c] < min(m, clock.count["F"][c])]
+        arrivals = {c: clock.ready_i[c][clock.count["I"][c]] for c in open_i}
+        there = [c for c in open_i if arrivals[c] <= now + slack]
+        backward = min(there, key=lambda c: (clock.count["I"][c], -c), default=None)
+        weight = clock.next_weight(rank)
+        if short and weight is not None and (backward is None or last[rank] == "I"):
+            return weight
+        wants_f = first == "F" or (first == "turns" and last[rank] == "I")
+        if forward is not None and (backward is None or wants_f):
+            last[rank] = "F"
+            return "F", forward, clock.count["F"][forward]
+        if backward is not None:
+            last[rank] = "I"
+            return "I", backward, clock.count["I"][backward]
+        soon = min([soon_f, *(at for at in arrivals.values() if at > now)])
+        if weight is not None and soon - now >= patience * problem.t_w[weight[1]]:
+            return weight
+        return soon
+
+    return clock.run(choose)
+
+
+def _ready_forward(clock: _Clock, rank: int, now: float) -> tuple[int | None, bool, float]:
+    """(the last chunk whose F may start, whether memory alone keeps another from it, when the next one may)."""
+    problem = clock.problem
+    chunks: Sequence[int] = problem.chunks_of[rank]
+    done, slack = clock.count["F"], problem.slack
+    oldest = min(clock.count["I"][chunk] for chunk in chunks)
+    reserve = sum(problem.m_b[chunk] for chunk in chunks if done[chunk] <= oldest)
+    best, short, soon = None, False, inf
+    for chunk in reversed(chunks):
+        microbatch = done[chunk]
+        if microbatch == problem.microbatches:
+            continue
+        at = clock.ready_f[chunk][microbatch]
+        kept = reserve - problem.m_b[chunk] if microbatch <= oldest else reserve
+        room = clock.held[rank] + problem.m_b[chunk] + kept <= problem.room[rank]
+        if at > now + slack:
+            soon = min(soon, at) if room else soon
+        elif not room:
+            short = True
+        elif best is None:
+            best = chunk
+    return best, short and best is None, soon

@@ -1,0 +1,203 @@
+"""``python -m tools.plan``: numbers, drawings, files and errors."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from pipeline.actions import from_csv, parse_action
+from pipeline.plan import build_plan, make_plan
+from pipeline.schedules import SCHEDULES
+from pipeline.simulate import simulate
+from pipeline.timeline_picture import blocks, svg
+from tests.unit.test_pipeline_paper import ROWS
+from tools import plan as tool
+from tools.common import ROOT
+
+PAPER = ["--stages", "8", "--microbatches", "24", "--costs", "18.522,18.086,9.337,0.601"]
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*arguments: str, code: int = 0) -> str:
+        try:
+            got = tool.main(arguments)
+        except SystemExit as stop:
+            got = int(stop.code or 0)
+        out, err = capsys.readouterr()
+        assert got == code, err
+        if code:
+            assert out == "" and err.startswith("error: ") and err.count("\n") == 1, "one clear line"
+            return err
+        assert err == ""
+        return out
+
+    return call
+
+
+def test_json_of_the_paper_s_first_row(run) -> None:
+    for name, rate, peak in (("1f1b", 0.2431, 8), ("zb-h1", 0.1585, 8), ("zb-h2", 0.1083, 15), ("zb-v", 0.0728, 8)):
+        report = json.loads(run("--schedule", name, *PAPER, "--json"))
+        assert report["valid"] is True and round(report["bubble_rate"], 4) == rate
+        assert max(report["peak_activations"]) == peak and len(report["peak_activations"]) == 8
+        assert report["makespan"] >= report["cost"] and report["makespan_bubble_rate"] >= report["bubble_rate"]
+        assert report["notes"] == [] and "auto" not in report
+
+
+def test_json_has_the_actions(run) -> None:
+    """They are the plan: parsed again they are valid and give the same numbers."""
+    report = json.loads(run("--schedule", "zb-v", "--stages", "3", "--microbatches", "4", "--costs", "4,2,2,1", "--json"))
+    rows = [[parse_action(word) for word in row] for row in report["actions"]]
+    plan = make_plan("zb-v", rows, SCHEDULES["zb-v"].placement(3), 4)
+    assert plan.fingerprint() == report["fingerprint"] == build_plan("zb-v", 3, 4).fingerprint()
+    assert simulate(plan, 2, 1, 1, 1).makespan == report["makespan"]
+    assert report["placement"] == [0, 1, 2, 2, 1, 0]
+    assert "published for 5 microbatches" in report["notes"][0]
+
+
+def test_published_and_engine_form_of_1f1b(run) -> None:
+    arguments = ["--schedule", "1f1b", "--stages", "2", "--microbatches", "2", "--csv"]
+    assert run(*arguments) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+    assert run(*arguments, "--w-delay", "0") == "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1W0,1F1,1I1,1W1\n"
+    assert run(*arguments, "--w-delay", "stage") == "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
+
+
+def test_csv(run) -> None:
+    """One row per rank; lowered it is the whole plan, and reads back."""
+    size = ["--stages", "2", "--microbatches", "3"]
+    out = run("--schedule", "interleaved-1f1b", "--chunks", "3", *size, "--csv", "--w-delay", "0")
+    assert [len(row) for row in csv.reader(io.StringIO(out))] == [27, 27]
+    lowered = run("--schedule", "zb-h2", *size, "--csv", "--lowered")
+    assert tuple(map(tuple, from_csv(lowered))) == build_plan("zb-h2", 2, 3).actions
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_every_schedule_is_drawn(run, name: str) -> None:
+    """Small ones with a name on each piece of work, in Unicode; all with the summary."""
+    out = run("--schedule", name, "--stages", "3", "--microbatches", "4", "--width", "120")
+    assert "rank 2" in out and "F3" in out and "··" in out and f"{name}: 3 stages, 4 microbatches: valid, no deadlock" in out
+    assert max(map(len, out.splitlines())) <= 120 + 40 and "bubble rate" in out
+
+
+def test_large_steps_are_drawn_whole(run) -> None:
+    out = run("--schedule", "zb-h1", *PAPER, "--width", "100")
+    rows = [line for line in out.splitlines() if line.startswith("rank ")]
+    assert len(rows) == 8 and {len(row) for row in rows} == {100}
+    assert all(block in out for block in "█▒░·")
+    assert rows[0][8] == "█" and rows[7][8] == "·" and "░░░░" in rows[7]
+
+
+def test_blocks_show_what_takes_most_of_a_column() -> None:
+    plan = build_plan("1f1b", 2, 1)
+    picture = blocks(plan, simulate(plan, 2, 1, 1), width=8 + 14)  # of makespan 7: two columns for each unit
+    lines = picture.splitlines()
+    assert lines[1:3] == ["rank 0  ████······▒▒░░", "rank 1  ····████▒▒░░··"]
+    coarse = blocks(plan, simulate(plan, 2, 1, 1), width=8 + 2).splitlines()  # columns of 3.5 units
+    assert coarse[1:3] == ["rank 0  █·", "rank 1  ·▒"]
+
+
+def test_svg(run, tmp_path: Path) -> None:
+    """Well-formed; a box per piece of work with its name, within the picture, no two of a rank on top of each other."""
+    file = tmp_path / "zb-v.svg"
+    run("--schedule", "zb-v", "--stages", "3", "--microbatches", "4", "--svg", str(file), "--csv")
+    root = ElementTree.fromstring(file.read_text(encoding="utf-8"))
+    space = "{http://www.w3.org/2000/svg}"
+    boxes: dict[float, list[tuple[float, float, str]]] = {}
+    for box in root.iter(f"{space}rect"):
+        title = box.find(f"{space}title")
+        if title is not None:
+            left, size = float(box.get("x", 0)), float(box.get("width", 0))
+            boxes.setdefault(float(box.get("y", 0)), []).append((left, left + size, (title.text or "").partition(":")[0]))
+    plan = build_plan("zb-v", 3, 4)
+    for row, (_, drawn) in zip(plan.actions, sorted(boxes.items()), strict=True):
+        assert [name for _, _, name in drawn] == [str(action) for action in row if action.is_compute]
+        assert all(one[1] <= other[0] + 0.02 for one, other in zip(drawn, drawn[1:], strict=False))
+        assert drawn[-1][1] <= float(root.get("width", 0))
+    assert "bubble rate 7.69 %" in file.read_text(encoding="utf-8")
+
+
+def test_svg_text_is_escaped() -> None:
+    plan = build_plan("1f1b", 1, 1)
+    ElementTree.fromstring(svg(plan, simulate(plan, 1, 1, 1), "a < b & c"))
+
+
+def test_auto(run) -> None:
+    p, m, times, _, h1, *_ = ROWS[0]
+    report = json.loads(run("--schedule", "auto", *PAPER, "--memory-limit", "8", "--effort", "0.05", "--json"))
+    assert report["bubble_rate"] < 0.0728 < h1 and max(report["peak_activations"]) <= p
+    assert round(report["auto"]["named"]["zb-v"], 4) == 0.0728 and "zb-h2" not in report["auto"]["named"]
+    assert report["auto"]["lower_bound"] <= report["cost"] and 0 <= report["auto"]["at_most_above_optimum"] < 0.02
+
+
+def test_auto_prints_its_distance(run) -> None:
+    arguments = ["--schedule", "auto", "--stages", "2", "--microbatches", "3", "--costs", "5,4,3,0.5"]
+    out = run(*arguments, "--memory-limit", "2", "--placements", "linear")
+    assert "at most 2.33 % above the optimum (lower bound 43)" in out
+    assert "0.00 % above the optimum of this placement (44)" in out
+    assert "named schedules within the limit: 1f1b" in out and "made from: zb-h1" in out
+    whole = json.loads(run(*arguments, "--objective", "makespan", "--json"))
+    assert whole["auto"]["lower_bound"] <= whole["makespan"]
+
+
+def test_uneven_stages_and_bytes(run) -> None:
+    report = json.loads(
+        run(
+            "--schedule", "auto", "--stages", "2", "--microbatches", "4", "--costs", "1:2,0:2,1:2,0.1", "--memory", "2GiB,1GiB",
+            "--memory-limit", "5GiB", "--placements", "linear", "--json",
+        )
+    )  # fmt: skip
+    assert max(report["peak_activations"]) <= 2.5 and report["cost"] >= 24
+    plain = json.loads(run("--schedule", "zb-h1", "--stages", "2", "--microbatches", "4", "--costs", "1:2,1:2,1:2,0", "--json"))
+    assert plain["cost"] == 24
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--schedule", "zb-x"], "unknown schedule 'zb-x'; use one of 1f1b"),
+        (["--schedule", "1f1b", "--stages", "0"], "p=0"),
+        (["--schedule", "1f1b", "--microbatches", "0"], "m=0"),
+        (["--schedule", "1f1b", "--stages", "two"], "invalid int value"),
+        (["--schedule", "zb-v", "--chunks", "3"], "two chunks per rank, not 3"),
+        (["--schedule", "interleaved-1f1b", "--chunks", "0"], "at least one chunk"),
+        (["--schedule", "zb-h1", "--w-delay", "1"], "itself sets when W runs"),
+        (["--schedule", "1f1b", "--w-delay", "-1"], "expected one argument|number of microbatches"),
+        (["--schedule", "1f1b", "--w-delay", "late"], "number of microbatches"),
+        (["--schedule", "zb-h2", "--memory-limit", "2"], "zb-h2 holds 3 on rank 0, above the memory limit 2"),
+        (["--schedule", "auto", "--memory-limit", "0.5"], "below one microbatch"),
+        (["--schedule", "auto", "--memory-limit", "much"], "--memory-limit: a number"),
+        (["--schedule", "auto", "--memory-limit", "4GB"], "needs --memory MB,MW in bytes"),
+        (["--schedule", "auto", "--chunks", "2"], "auto chooses chunks"),
+        (["--schedule", "auto", "--placements", "ring"], "unknown placement ring"),
+        (["--schedule", "1f1b", "--costs", "1,2,3"], "four times"),
+        (["--schedule", "1f1b", "--costs", "1,2,x,0"], "--costs, W: a number"),
+        (["--schedule", "1f1b", "--costs", "1,2,nan,0"], "--costs, W: a number"),
+        (["--schedule", "1f1b", "--costs", "1:2:3,1,1,0"], "one for each of the 2 stages, not 3"),
+        (["--schedule", "1f1b", "--costs", "0,0,0,0"], "all zero"),
+        (["--schedule", "1f1b", "--memory", "1,2"], "MW ≤ MB"),
+        (["--schedule", "1f1b", "--memory", "1"], "two sizes"),
+        (["--schedule", "1f1b", "--width", "20"], "at least 72 columns"),
+        (["--schedule", "1f1b", "--svg", "/nowhere/x.svg"], "cannot write /nowhere/x.svg"),
+        (["--schedule", "1f1b", "--json", "--csv"], "not allowed with"),
+        (["--what"], "required|unrecognized"),
+    ],
+)
+def test_errors_are_one_line_and_exit_2(run, arguments: list[str], reason: str) -> None:
+    sizes = [] if arguments == ["--what"] else ["--stages", "2", "--microbatches", "4"]
+    assert re.search(reason, run(*sizes, *arguments, code=2))
+
+
+def test_as_a_program() -> None:
+    command = [sys.executable, "-m", "tools.plan", "--schedule", "zb-h1", *PAPER, "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and round(json.loads(done.stdout)["bubble_rate"], 4) == 0.1585
+    wrong = subprocess.run([*command[:3], "--schedule", "x", *PAPER], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and wrong.stdout == ""
