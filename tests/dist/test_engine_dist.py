@@ -8,11 +8,14 @@ import signal
 import pytest
 import torch
 
+from checkpoint import GroupCommunicator
+from checkpoint.resume import check_replicas
 from pipeline.actions import Action, Kind
 from pipeline.p2p import Transport
 from pipeline.plan import make_plan
 from pipeline.schedules import Placement
 from qeffect_lm.app.assemble import assemble
+from qeffect_lm.contract.errors import ResumeError
 from qeffect_lm.errors import QEffectError
 from qeffect_lm.parallel.mesh import Mesh
 from tests.helpers import run_distributed, start_distributed
@@ -157,6 +160,27 @@ def _replicas(rank: int, world: int, settings: dict, dirty: bool):
         config(**settings, parallel__dp=2), 3, mesh=mesh, batches=lambda step: batch(10 * step + rank), between=spoil
     )
     return run.tensors, run.skipped
+
+
+def _save_apart(rank: int, world: int, apart: bool) -> str:
+    """Replicas of one master; ``apart``: one element differs on rank 1."""
+    mesh = Mesh({"dp": 2}, rank)
+    mesh.create_groups()
+    assembly = assemble(config(parallel__dp=2), mesh)
+    if apart and rank == 1:
+        assembly.flat.master("layers.2.mlp.down.weight")[3, 5] += 1e-3
+    try:
+        check_replicas(assembly.logical_tensors(), GroupCommunicator(), mesh)
+    except ResumeError as error:
+        return str(error)
+    return "equal"
+
+
+def test_replicas_that_drifted_apart_are_not_saved():
+    """Only one replica's bytes are written, so before a save all must agree; every rank gets the same error."""
+    assert run_distributed(_save_apart, 2, False, timeout=120) == ["equal", "equal"]
+    errors = run_distributed(_save_apart, 2, True, timeout=120)
+    assert errors[0] == errors[1] and "master/layers.2.mlp.down.weight" in errors[0] and "ranks 0 and 1" in errors[0]
 
 
 def _reduce_nan(rank: int, world: int) -> list[float]:
