@@ -149,6 +149,9 @@ def test_samples_once_each_over_saves_and_resumes(folder):
     assert run_here(folder, "twice", "train.steps=6")[0] == 0
     assert checkpoint_of(folder, "twice").meta["data"]["next_sample"] == 6 * 8
     assert [m.step for m in metrics_of(folder, "twice")] == [1, 2, 3, 4, 5, 6]
+    per_step = 4 * 2 * 16  # microbatches, sequences, tokens
+    assert [m.tokens for m in metrics_of(folder, "twice")] == [per_step * step for step in range(1, 7)]
+    assert checkpoint_of(folder, "twice").meta["tokens"] == 6 * per_step
 
 
 def test_generators_before_the_next_step(folder):
