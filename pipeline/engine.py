@@ -253,7 +253,6 @@ class Engine:
         self._launch(action, [(("retained_W", chunk, w), READ), (("grads", chunk), WRITE)])
         retained = self._retained(action) if self._poison else []
         self._run(action, lambda scope: stage.weight_grad(slot, scope))
-        self._mark("grads", chunk, 0)
         for tensor in retained:
             poison_(tensor)
 

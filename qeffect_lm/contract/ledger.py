@@ -57,7 +57,6 @@ class Scope:
     microbatch: int
     beta: int | None
     epoch: int = 0
-    summary: Summary = field(init=False)
     _layers: list[str] = field(default_factory=list)
     _roles: list[str] = field(default_factory=list)
     _weights: dict[tuple[str, str], None] = field(default_factory=dict)

@@ -7,7 +7,7 @@ register does not know is a :class:`CaptureError`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -93,10 +93,6 @@ class HiddenStateRegister:
             self._writable.add(storage_id(tensor))
         self._addresses[name] = tensor.data_ptr()
         self._aliases.append(tensor.detach())
-
-    def add_all(self, prefix: str, tensors: Iterable[tuple[str, torch.Tensor]], *, owner: str, mutable: bool = True) -> None:
-        for name, tensor in tensors:
-            self.add(f"{prefix}/{name}", tensor, owner=owner, mutable=mutable)
 
     def add_object(self, owner: str, part: object) -> None:
         """Register every storage that ``part`` holds in its attributes, through containers and our own objects, once

@@ -179,14 +179,3 @@ class TotalNorm:
             torch.add(level[0::2], level[1::2], out=above)
         torch.sqrt(self._levels[-1][0], out=self.norm)
         return self.norm
-
-
-def vote_finite_(flag: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
-    """Write 1 into the 0-dim uint8 ``flag`` if every element of every value is finite, else 0; returns it.
-
-    This is one rank's vote; a minimum over all ranks makes it the step's one flag.
-    """
-    flag.fill_(1)
-    for value in values:
-        flag.mul_(torch.isfinite(value).all())
-    return flag

@@ -38,9 +38,8 @@ def test_parity_matrix():
     assert done.returncode == 0 and "32 cells bitwise equal" in done.stdout, done.stdout + done.stderr
 
 
-def test_parity_notices_a_difference(tmp_path, monkeypatch):
+def test_parity_notices_a_difference(tmp_path):
     """The matrix can fail: with a capture that freezes a wrong learning rate, the captured cell is reported as different."""
-    monkeypatch.setattr(parity, "CONFIG", parity.CONFIG)
     matrix = parity.Matrix(tmp_path)
     cell = parity.Cell("1f1b", 1, "captured", False, "step")
     original = matrix._run

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qeffect_lm.optim.flat import FlatBuffers, ParamSpec
-from qeffect_lm.optim.norm import BLOCK, ROWS, BlockOrder, BlockSums, TotalNorm, vote_finite_
+from qeffect_lm.optim.norm import BLOCK, ROWS, BlockOrder, BlockSums, TotalNorm
 
 SIZES = {
     "embedding": BLOCK * 11 + 17,
@@ -143,15 +143,13 @@ def test_float32_gradients_do_not_overflow() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_nonfinite(bad: float) -> None:
-    """S8: one bad element anywhere makes the norm non-finite and the vote 0; a clean set votes 1."""
-    flag = torch.zeros((), dtype=torch.uint8)
+    """S8: one bad element anywhere makes the norm non-finite, which is what the step's vote reads; a clean set does not."""
     for name in ("embedding", "scalar", "above"):
         gradients = _gradients()
         gradients[name][-1] = bad
         norm = _norm(gradients, [list(SIZES)[:3], list(SIZES)[3:]])
         assert not torch.isfinite(norm)
-        assert vote_finite_(flag, torch.ones(3), norm).item() == 0
-    assert vote_finite_(flag, torch.ones(3), _norm(_gradients(), [list(SIZES)])).item() == 1
+    assert torch.isfinite(_norm(_gradients(), [list(SIZES)]))
 
 
 def test_errors() -> None:
