@@ -248,8 +248,7 @@ class Engine:
         stage, _, slot = self._place(action)
         w = self._slots.w_slots.index[action.key]
         after = self._events.pop((f"{Kind.I}", chunk, microbatch), None)
-        if after is not None:
-            self.ledger.streams.wait(self.compute_stream(), after)
+        self.ledger.wait(self.compute_stream(), after)
         self._launch(action, [(("retained_W", chunk, w), READ), (("grads", chunk), WRITE)])
         retained = self._retained(action) if self._poison else []
         self._run(action, lambda scope: stage.weight_grad(slot, scope))
@@ -325,7 +324,7 @@ class Engine:
         self._edge(self.compute_stream(), stream)  # the producer is done before the send starts
         self.ledger.launch(stream, [((buffer, chunk, i), READ)], str(action))
         pending = self._transport.send(tensor, peer, direction, chunk, microbatch)
-        self._pending[str(action.kind), chunk, i] = _Transfer(pending, self._record(stream))
+        self._pending[str(action.kind), chunk, i] = _Transfer(pending, self.ledger.record(stream))
 
     def _receive(self, action: Action) -> None:
         chunk, microbatch = action.key
@@ -339,7 +338,7 @@ class Engine:
         self._edge(self.compute_stream(), stream)  # the buffer's last reader is done before it is written
         self.ledger.launch(stream, [((buffer, chunk, i), WRITE)], str(action))
         pending = self._transport.receive(tensor, peer, direction, source, microbatch)
-        self._pending[str(action.kind), chunk, microbatch] = _Transfer(pending, self._record(stream))
+        self._pending[str(action.kind), chunk, microbatch] = _Transfer(pending, self.ledger.record(stream))
 
     def _complete(self, key: tuple[str, int, int]) -> None:
         """Compute waits for one transfer: before it reads what was received, before it writes again what was sent.
@@ -350,8 +349,7 @@ class Engine:
         transfer = self._pending.pop(key, None)
         if transfer is not None:
             transfer.pending.wait()
-            if transfer.event is not None:
-                self.ledger.streams.wait(self.compute_stream(), transfer.event)
+            self.ledger.wait(self.compute_stream(), transfer.event)
 
     def _settle(self) -> None:
         """No transfer outlives its step."""
@@ -473,17 +471,11 @@ class Engine:
 
     def _edge(self, source: str, target: str) -> None:
         """Work on ``target`` from here on waits for work on ``source`` so far."""
-        event = self._record(source)
-        if event is not None:
-            self.ledger.streams.wait(target, event)
-
-    def _record(self, stream: str) -> Event | None:
-        """An event after the work launched on ``stream`` so far (mode ``off``: none)."""
-        return self.ledger.streams.record(stream) if self.ledger.checks else None
+        self.ledger.wait(target, self.ledger.record(source))
 
     def _mark(self, what: str, chunk: int, microbatch: int) -> None:
         """Remember an event after the work just launched, for whoever continues on another stream."""
-        event = self._record(self.compute_stream())
+        event = self.ledger.record(self.compute_stream())
         if event is not None:
             self._events[what, chunk, microbatch] = event
 

@@ -17,7 +17,7 @@ from typing import Any
 from qeffect_lm.contract.errors import LeaseError, ScaleOrderError
 from qeffect_lm.contract.grads import GradSlots
 from qeffect_lm.contract.leases import LeaseTable, Slot
-from qeffect_lm.contract.streams import Access, StreamClock
+from qeffect_lm.contract.streams import HOST, Access, Event, StreamClock
 from qeffect_lm.contract.timeline import Direction, ScaleTimeline
 from qeffect_lm.contract.trace import TraceWriter
 from qeffect_lm.contract.versions import WeightVersions
@@ -31,7 +31,8 @@ class Mode(StrEnum):
     OFF = "off"
 
 
-BufferAccess = tuple[Hashable, Access]
+RangeAccess = tuple[Hashable, Access, int, int]  # bytes [lo, hi) of a buffer
+BufferAccess = tuple[Hashable, Access] | RangeAccess  # a whole buffer, or bytes of it
 
 
 @dataclass
@@ -340,15 +341,40 @@ class Ledger:
     # ---- streams -----------------------------------------------------------------------------------------------
 
     def launch(self, stream: str, accesses: Sequence[BufferAccess], who: str) -> None:
-        """The host launches work on ``stream`` that accesses whole buffers."""
+        """The host launches work on ``stream`` (or does it itself, on ``"host"``) that accesses buffers.
+
+        Raises:
+            StreamOrderError: a conflicting earlier access is not ordered before this one.
+        """
         if not self.checks:
             return
         self.streams.launch(stream)
-        for buffer, kind in accesses:
-            self.streams.access(stream, buffer, kind, who)
+        for buffer, kind, *span in accesses:
+            self.streams.access(stream, buffer, kind, who, *span)
         if self._trace is not None:
-            named = [[str(buffer), str(kind)] for buffer, kind in accesses]
+            named = [[str(buffer), str(kind), *span] for buffer, kind, *span in accesses]
             self._trace.write({"effect": "launch", "stream": stream, "who": who, "accesses": named})
+
+    def record(self, stream: str, covers: Iterable[Hashable] | None = None) -> Event | None:
+        """An event after all work launched on ``stream`` so far (early: for the buffers in ``covers`` only).
+
+        None in mode ``off``, which :meth:`wait` and :meth:`synchronize` take.
+        """
+        return self.streams.record(stream, covers) if self.checks else None
+
+    def wait(self, stream: str, event: Event | None) -> None:
+        """Work launched on ``stream`` from here on waits for ``event``."""
+        if self.checks and event is not None:
+            self.streams.wait(stream, event)
+
+    def synchronize(self, event: Event | None) -> None:
+        """The host blocks until ``event``."""
+        self.wait(HOST, event)
+
+    def settle(self) -> None:
+        """The host has waited for all streams."""
+        if self.checks:
+            self.streams.settle()
 
     # ---- trace -------------------------------------------------------------------------------------------------
 

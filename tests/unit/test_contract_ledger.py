@@ -507,8 +507,26 @@ def test_a_launch_is_an_edge_from_the_host():
     ledger.launch("a", [("x", WRITE)], "one")
     with pytest.raises(StreamOrderError):
         ledger.launch("b", [("x", READ)], "two")
-    ledger.streams.synchronize(ledger.streams.record("a"))
+    ledger.synchronize(ledger.record("a"))
     ledger.launch("c", [("x", READ)], "three")
+
+
+def test_edges_through_the_ledger():
+    """Full and early events, and settling, order accesses as the clock's own do; mode ``off`` records none."""
+    ledger = Driver().ledger
+    ledger.launch("a", [("x", WRITE), ("y", WRITE)], "one")
+    ledger.wait("b", ledger.record("a", covers=["x"]))
+    ledger.launch("b", [("x", READ)], "two")
+    fails(StreamOrderError, ledger.launch, "b", [("y", READ)], "three")
+    ledger.settle()
+    ledger.launch("b", [("y", READ)], "three")
+    off = Driver(mode="off").ledger
+    off.launch("a", [("x", WRITE)], "one")
+    event = off.record("a")
+    off.wait("b", event)
+    off.synchronize(event)
+    off.settle()
+    assert event is None and off.streams._streams == {}
 
 
 def test_an_abandoned_step_has_waited_for_everything():
