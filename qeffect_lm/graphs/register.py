@@ -72,9 +72,13 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 class HiddenStateRegister:
-    """Named tensors of one rank; a storage is known when some registered tensor lies in it."""
+    """Named tensors of one rank; a storage is known when some registered tensor lies in it.
 
-    def __init__(self) -> None:
+    Args:
+        tensors: name → tensor, registered as the caller's own.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         self._entries: dict[str, Registered] = {}
         self._storages: dict[int, str] = {}
         self._writable: set[int] = set()
@@ -82,6 +86,8 @@ class HiddenStateRegister:
         self._aliases: list[torch.Tensor] = []  # keep storages alive: a freed one's identity may come back
         self._parts: list[tuple[str, object]] = []
         self._watched: list[tuple[str, Callable[[], torch.Tensor], int]] = []
+        for name, tensor in (tensors or {}).items():
+            self.add(name, tensor, owner="caller")
 
     def add(self, name: str, tensor: torch.Tensor, *, owner: str, mutable: bool = True) -> None:
         """Register a tensor. A name is registered once."""
