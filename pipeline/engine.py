@@ -16,7 +16,7 @@ Streams are named and resolved when work is launched; every hand-over between tw
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,6 +27,7 @@ from pipeline.p2p import Pending, Transport
 from pipeline.plan import GraphKey, Plan
 from pipeline.stage import MicrobatchSlot, Stage
 from pipeline.step_end import StepEnd, StepResult
+from qeffect_lm.contract.errors import ScaleOrderError, StaleWeightError
 from qeffect_lm.contract.leases import Slot
 from qeffect_lm.contract.ledger import BufferAccess, Ledger, Summary
 from qeffect_lm.contract.streams import Access, Event
@@ -123,6 +124,10 @@ class Engine:
         self._events: dict[tuple[str, int, int], Event] = {}
         self._batch: StepInput | None = None
         self._step = 0
+        self._commits = commits_before(self.actions)
+        self._commits_of_a_step = {d: sum(d in directions_of(action) for action in self.actions) for d in Direction}
+        self._first_epochs = dict(ledger.timeline.epochs)  # at the start of the step
+        self._first_versions: dict[str, int] = {}
         self._updating = False  # the optimizer has begun in this step
         self._broken: str | None = None
         self._handlers: dict[Kind, Callable[[Action], None]] = {
@@ -162,11 +167,14 @@ class Engine:
         self._step, self._batch = step, batch
         open_amax = self.ledger.timeline.open_amax.clone()
         self._updating = False
+        self._first_epochs = dict(self.ledger.timeline.epochs)
+        self._first_versions = dict(self.ledger.versions.versions) if self.ledger.checks else {}
         try:
             self.ledger.begin_step(step)
             self.divisor.fill_(batch.tokens)
             for action in self.actions:
                 self._handlers[action.kind](action)
+            self._check_updated()
             self._refresh()
             self._settle()
             self.ledger.end_step()
@@ -260,17 +268,29 @@ class Engine:
         raise QEffectError(f"{action}: the engine runs I and W; lower B to them first")
 
     def _run(self, action: Action, work: Callable) -> None:
-        """One compute action: its graph if there is one, else eagerly; the ledger sees the same effects."""
+        """One compute action: its graph if there is one, else eagerly; the ledger sees the same effects.
+
+        Storages, graph and the slots that the ledger hears of have one source: the plan's places of the microbatch.
+        """
         chunk, microbatch = action.key
-        key = self.plan.graph_key(action)
-        slots = (Slot("I", chunk, key.i_slot), Slot("W", chunk, key.w_slot))
+        i, w = self._slots.i_slots.index[action.key], self._slots.w_slots.index[action.key]
+        key = self.plan.graph_key(action)._replace(i_slot=i, w_slot=w)
+        slots = (Slot("I", chunk, i), Slot("W", chunk, w))
+        epoch = None if action.kind is Kind.W else self._epoch(action)
         if self.captured is not None:
             graph, summary = self.captured.actions[key]
-            self.ledger.replay(summary, chunk, microbatch, slots=slots)
+            self.ledger.replay(summary, chunk, microbatch, slots=slots, epoch=epoch)
             graph.replay()
         else:
-            with self.ledger.action(str(action.kind), chunk, microbatch, beta=key.beta, slots=slots) as scope:
+            with self.ledger.action(
+                str(action.kind), chunk, microbatch, beta=key.beta, slots=slots, epoch=epoch
+            ) as scope:
                 work(scope)
+
+    def _epoch(self, action: Action) -> int:
+        """The scale epoch that the plan gives an action: the step's first one, and one more for each commit before it."""
+        direction, commits = self._commits[action]
+        return self._first_epochs[direction] + commits
 
     def _write_inputs(self, stage: Stage, slot: MicrobatchSlot, i: int, microbatch: int) -> None:
         """Key, and where they are needed tokens and targets, into the slot (written, never replaced)."""
@@ -414,9 +434,9 @@ class Engine:
         self.ledger.versions.bump()
 
     def _commit(self, action: Action) -> None:
-        epochs = self.ledger.timeline.epochs
+        epoch = self._epoch(action)
         if action.chunk is None:
-            self.ledger.commit(epochs[Direction.FORWARD], by=str(action))
+            self.ledger.commit(epoch, by=str(action))
             self._launch(action, [("amax_forward", WRITE), ("amax_backward", WRITE), ("scales", WRITE)])
             self._run_end("commit", self.end.commit_)
             return
@@ -425,9 +445,37 @@ class Engine:
         self.ledger.launch(COLLECTIVE, [(f"amax_{direction}", MERGE)], str(action))
         self.end.reduce_amax_((direction,))  # replicas share one scale, so they share one roll
         self._edge(COLLECTIVE, self.compute_stream())
-        self.ledger.commit(epochs[direction], (direction,), str(action))
+        self.ledger.commit(epoch, (direction,), str(action))
         self._launch(action, [(f"amax_{direction}", WRITE), ("scales", WRITE)])
         self._run_end(f"commit_{direction}", lambda: self.end.commit_direction_(direction))
+
+    def _check_updated(self) -> None:
+        """The plan's actions are done: all its commits were made, and STEP wrote every parameter once.
+
+        Raises:
+            ScaleOrderError: a commit is missing, or ran too often.
+            StaleWeightError: a parameter whose version did not move by one: caches made from it would pass for new ones.
+        """
+        if not self.ledger.checks:
+            return
+        timeline, versions = self.ledger.timeline, self.ledger.versions.versions
+        for direction, first in self._first_epochs.items():
+            wanted = first + self._commits_of_a_step[direction]
+            if timeline.epochs[direction] != wanted:
+                raise ScaleOrderError(
+                    f"step {self._step} ends at {direction} epoch {timeline.epochs[direction]}, its plan's commits lead to "
+                    f"{wanted}",
+                    epoch=wanted,
+                    current_epoch=timeline.epochs[direction],
+                )
+        for name, first in self._first_versions.items():
+            if versions[name] != first + 1:
+                raise StaleWeightError(
+                    f"step {self._step} ends with {name!r} at version {versions[name]}, it began with {first}: STEP writes "
+                    "each parameter once and says so",
+                    layer=name,
+                    parameter_version=versions[name],
+                )
 
     def _refresh(self) -> None:
         """All weight caches once, from the new masters with the new epoch's scales."""
@@ -478,6 +526,30 @@ class Engine:
         event = self.ledger.record(self.compute_stream())
         if event is not None:
             self._events[what, chunk, microbatch] = event
+
+
+def directions_of(action: Action) -> tuple[Direction, ...]:
+    """The directions whose scales a COMMIT moves; none for other actions."""
+    if action.kind is not Kind.COMMIT:
+        return ()
+    if action.chunk is None:
+        return tuple(Direction)
+    return (Direction.FORWARD if action.detail == "F" else Direction.BACKWARD,)
+
+
+def commits_before(actions: Sequence[Action]) -> dict[Action, tuple[Direction, int]]:
+    """For each F, I and COMMIT its direction, and how many commits of it the step makes before."""
+    made = dict.fromkeys(Direction, 0)
+    before: dict[Action, tuple[Direction, int]] = {}
+    for action in actions:
+        closes = directions_of(action)
+        reads = {Kind.F: Direction.FORWARD, Kind.I: Direction.BACKWARD, Kind.B: Direction.BACKWARD}.get(action.kind)
+        direction = closes[0] if closes else reads
+        if direction is not None:
+            before[action] = (direction, made[direction])
+        for closed in closes:
+            made[closed] += 1
+    return before
 
 
 def poison_(tensor: torch.Tensor) -> None:

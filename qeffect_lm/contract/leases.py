@@ -185,9 +185,24 @@ class LeaseTable:
         self._groups[chunk, microbatch] = _Group(owner, i_slot, w_slot)
         return owner
 
-    def require(self, move: str, chunk: int, microbatch: int) -> None:
-        """Raise the move's own error unless the whole microbatch may make it now (before any work is launched)."""
-        self._group(move, chunk, microbatch, check=True)
+    def require(self, move: str, chunk: int, microbatch: int, slots: tuple[Slot, Slot] | None = None) -> None:
+        """Raise the move's own error unless the whole microbatch may make it now (before any work is launched).
+
+        ``slots`` (I-slot, W-slot) are those that the work will run over; they must be the ones that F took.
+
+        Raises:
+            StaleHandleError: they are other slots, which hold another microbatch or nothing.
+        """
+        group = self._group(move, chunk, microbatch, check=True)
+        if slots is not None and slots != (group.i_slot, group.w_slot):
+            raise StaleHandleError(
+                f"{move} runs over the slots {slots[0].name} and {slots[1].name}, the microbatch lies in {group.i_slot.name} "
+                f"and {group.w_slot.name}",
+                step=group.owner.step,
+                chunk=chunk,
+                microbatch=microbatch,
+                generation=self._slots[group.w_slot].generation,
+            )
 
     def advance(self, move: str, chunk: int, microbatch: int, layer: str) -> None:
         """One layer makes a move (F, I or W)."""

@@ -247,15 +247,19 @@ class Ledger:
         *,
         beta: int | None = None,
         slots: tuple[Slot, Slot] | None = None,
+        epoch: int | None = None,
     ) -> Iterator[Scope]:
-        """Run F, I or W of a microbatch; F takes ``slots`` (I-slot, W-slot)."""
+        """Run F, I or W of a microbatch over ``slots`` (I-slot, W-slot), which F takes.
+
+        ``epoch``: the scale epoch that F or I needs by its plan (None: whichever is current).
+        """
         if self._current is not None:
             raise LeaseError(f"{kind} starts inside {self._current.kind}", chunk=chunk, microbatch=microbatch)
         scope = Scope(self, kind, chunk, microbatch, beta)
         self._enter(kind, chunk, microbatch, slots)
         direction = _DIRECTION.get(kind)
         if direction is not None and self.checks:
-            scope.epoch = self.timeline.begin(scope.contributor, direction)
+            scope.epoch = self.timeline.begin(scope.contributor, direction, epoch=epoch)
         self._current = scope
         try:
             yield scope
@@ -268,16 +272,23 @@ class Ledger:
             self.leases.finish(kind, chunk, microbatch)
 
     def replay(
-        self, summary: Summary, chunk: int, microbatch: int, *, slots: tuple[Slot, Slot] | None = None
+        self,
+        summary: Summary,
+        chunk: int,
+        microbatch: int,
+        *,
+        slots: tuple[Slot, Slot] | None = None,
+        epoch: int | None = None,
     ) -> None:
-        """Check and apply a captured graph's effects for this microbatch, before the graph is launched."""
+        """Check and apply a captured graph's effects for this microbatch, before the graph is launched (``slots``,
+        ``epoch``: as in :meth:`action`)."""
         if not self.checks:
             return
         kind = summary.kind
         self._enter(kind, chunk, microbatch, slots)
         contributor = (kind, chunk, microbatch)
         direction = _DIRECTION.get(kind)
-        epoch = self.timeline.begin(contributor, direction) if direction is not None else 0
+        bound = self.timeline.begin(contributor, direction, epoch=epoch) if direction is not None else 0
         if summary.weights:
             self.versions.require_all(
                 summary.weights, epoch=self.weight_epoch(), reader=f"{chunk}{kind}{microbatch}", microbatch=microbatch
@@ -288,14 +299,14 @@ class Ledger:
             self.timeline.end(contributor)
         self.leases.replay(kind, chunk, microbatch, summary.layers)
         if self._trace is not None:
-            self._note_summary(summary, chunk, microbatch, epoch)
+            self._note_summary(summary, chunk, microbatch, bound)
 
     def _enter(self, kind: str, chunk: int, microbatch: int, slots: tuple[Slot, Slot] | None) -> None:
         if kind == "F":
             assert slots is not None, "F takes an I-slot and a W-slot"
             self.leases.open(chunk, microbatch, *slots, check=self.checks)
         elif self.checks:
-            self.leases.require(kind, chunk, microbatch)
+            self.leases.require(kind, chunk, microbatch, slots)
 
     @contextmanager
     def recording(self) -> Iterator[None]:

@@ -153,11 +153,21 @@ class ScaleTimeline:
             raise ScaleOrderError("a window starts before the previous one was committed", epoch=self.epochs[Direction.FORWARD])
         self._window_open = True
 
-    def begin(self, contributor: Hashable, direction: Direction, *, between: bool = False) -> int:
+    def begin(
+        self, contributor: Hashable, direction: Direction, *, between: bool = False, epoch: int | None = None
+    ) -> int:
         """Work that reads scales starts; it is bound to the current epoch, which is returned.
 
-        ``between`` allows it between windows: the refresh of weight caches, whose amax enters the next window.
+        ``between`` allows it between windows: the refresh of weight caches, whose amax enters the next window. ``epoch`` is
+        the one that the reader's plan gives it (None: whichever is current).
         """
+        if epoch is not None and epoch != self.epochs[direction]:
+            raise ScaleOrderError(
+                f"{contributor} needs the scales of {direction} epoch {epoch}, the current one is {self.epochs[direction]}: "
+                f"a commit {'is missing' if epoch > self.epochs[direction] else 'ran too early or too often'}",
+                epoch=epoch,
+                current_epoch=self.epochs[direction],
+            )
         if self.window == "step" and not self._window_open and not between:
             raise ScaleOrderError(
                 f"{contributor} reads scales outside a window: the window was committed already",

@@ -30,6 +30,7 @@ class Driver:
         timeline = ScaleTimeline(ROLES, window=window, history=2)
         grads = GradSlots(GradSlot(name, torch.zeros(1)) for name in (*WEIGHTS, "norm.weight"))
         self.ledger = Ledger(timeline, WeightVersions([*WEIGHTS, "norm.weight"]), grads, **kwargs)
+        self.slot_of: dict[int, int] = {}  # microbatch → where its F ran
         self.refresh()
         self.summaries = self._record() if how == "replay" else {}
 
@@ -71,8 +72,12 @@ class Driver:
         self.ledger.abandon_step()
         return summaries
 
-    def act(self, kind: str, microbatch: int, beta: int | None = None, slot: int = 0) -> None:
+    def act(self, kind: str, microbatch: int, beta: int | None = None, slot: int | None = None) -> None:
+        """One action; without ``slot`` F takes slot 0, and I and W run where their F did."""
         beta = None if kind == "F" else int(microbatch > 0) if beta is None else beta
+        slot = self.slot_of.get(microbatch, 0) if slot is None else slot
+        if kind == "F":
+            self.slot_of[microbatch] = slot
         slots = (Slot("I", 0, slot), Slot("W", 0, slot))
         if self.how == "replay":
             self.ledger.replay(self.summaries[kind, beta], 0, microbatch, slots=slots)
