@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
 from qeffect_lm.contract.grads import GradSlot, GradSlots
 from qeffect_lm.contract.leases import Slot
 from qeffect_lm.contract.ledger import Ledger, Mode, RangeAccess, Summary
-from qeffect_lm.contract.streams import HOST, Access, Event
+from qeffect_lm.contract.real_streams import BoundEvent, RealStreams
+from qeffect_lm.contract.streams import HOST, Access
 from qeffect_lm.contract.timeline import ScaleRole, ScaleTimeline
 from qeffect_lm.contract.trace import TraceWriter
 from qeffect_lm.contract.versions import WeightVersions
@@ -37,14 +37,6 @@ class Replayable(Protocol):
     """What a guard asks of a graph; ``torch.cuda.CUDAGraph`` and a ``HostReplay`` graph have it."""
 
     def replay(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class GuardEvent:
-    """A recorded event: the ledger's (None in mode ``off``) and, on a GPU, the real one."""
-
-    account: Event | None
-    real: torch.cuda.Event | None
 
 
 def byte_ranges(tensor: torch.Tensor) -> list[tuple[int, int]]:
@@ -100,7 +92,7 @@ class GuardedGraph:
         if self._summary is not None:
             guard.ledger.replay(self._summary, chunk, microbatch, slots=slots)
         guard.ledger.launch(self.stream, self._accesses, self.name)
-        with guard.current(self.stream):
+        with guard.streams.current(self.stream):
             self.graph.replay()
 
 
@@ -136,12 +128,8 @@ class Guard:
         trace: str | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        if HOST in streams:
-            raise UsageError(f"a stream cannot be called {HOST!r}: that is the caller's thread")
         if Mode(mode) is Mode.TRACE and trace is None:
             raise UsageError("mode trace needs a file: Guard(..., mode='trace', trace='trace.jsonl')")
-        self._streams: Mapping[str, torch.cuda.Stream | None]
-        self._streams = streams if isinstance(streams, Mapping) else dict.fromkeys(streams)
         self._writer = TraceWriter(trace) if trace is not None and Mode(mode) is Mode.TRACE else None
         self.ledger = Ledger(
             ScaleTimeline(roles, window=window, history=history, device=device),
@@ -150,6 +138,7 @@ class Guard:
             mode=mode,
             trace=self._writer,
         )
+        self.streams = RealStreams(self.ledger, streams)
         self._names: dict[int, str] = {}
         self._kept: list[torch.Tensor] = []  # a freed storage's identity may come back as another's
         for name, tensor in (tensors or {}).items():
@@ -182,9 +171,7 @@ class Guard:
             yield
             self.ledger.end_step()
         except BaseException:
-            for stream in self._streams.values():
-                if stream is not None:
-                    stream.synchronize()
+            self.streams.synchronize_all()
             self.ledger.abandon_step()
             raise
 
@@ -206,11 +193,6 @@ class Guard:
 
     # ---- work --------------------------------------------------------------------------------------------------
 
-    def current(self, stream: str) -> Any:
-        """A context in which ``stream`` is torch's current one (nothing to do on CPU)."""
-        real = self._stream(stream)
-        return nullcontext() if real is None else torch.cuda.stream(real)
-
     @contextmanager
     def work(
         self, stream: str, who: str, *, reads: Tensors = (), writes: Tensors = (), merges: Tensors = ()
@@ -225,10 +207,9 @@ class Guard:
         Raises:
             StreamOrderError: before the body runs, where no recorded edge orders it after a conflicting access.
         """
-        if stream != HOST:
-            self._stream(stream)
+        self.streams.real(stream)  # an unknown name is refused before anything is told
         self.ledger.launch(stream, self.accesses(reads, writes, merges), who)
-        with self.current(stream) if stream != HOST else nullcontext():
+        with self.streams.current(stream):
             yield
 
     def graph(
@@ -251,42 +232,23 @@ class Guard:
             reads, writes, merges: the static tensors it touches.
             summary: what it does to scales, leases, cached weights and gradients; None: nothing.
         """
-        self._stream(stream)
+        self.streams.real(stream)
         return GuardedGraph(self, name, graph, stream, self.accesses(reads, writes, merges), summary)
 
     # ---- edges -------------------------------------------------------------------------------------------------
 
-    def record(self, stream: str, *, covers: Tensors | None = None) -> GuardEvent:
+    def record(self, stream: str, *, covers: Tensors | None = None) -> BoundEvent:
         """An event after the work launched on ``stream`` so far; ``covers``: an early one, for these tensors' storages only."""
-        real = self._stream(stream)
-        event = None
-        if real is not None:
-            event = torch.cuda.Event()
-            event.record(real)
-        names = None if covers is None else [self._buffer(tensor) for tensor in covers]
-        return GuardEvent(self.ledger.record(stream, names), event)
+        return self.streams.record(stream, None if covers is None else [self._buffer(tensor) for tensor in covers])
 
-    def wait(self, stream: str, event: GuardEvent) -> None:
+    def wait(self, stream: str, event: BoundEvent) -> None:
         """Work on ``stream`` from here on waits for ``event``."""
-        real = self._stream(stream)
-        if real is not None and event.real is not None:
-            real.wait_event(event.real)
-        if event.account is not None:
-            self.ledger.wait(stream, event.account)
+        self.streams.wait(stream, event)
 
     def edge(self, source: str, target: str) -> None:
         """Work on ``target`` from here on waits for the work on ``source`` so far."""
-        self.wait(target, self.record(source))
+        self.streams.edge(source, target)
 
     def synchronize(self, stream: str) -> None:
         """The host waits for the work on ``stream`` so far."""
-        event = self.record(stream)
-        if event.real is not None:
-            event.real.synchronize()
-        if event.account is not None:
-            self.ledger.synchronize(event.account)
-
-    def _stream(self, name: str) -> torch.cuda.Stream | None:
-        if name not in self._streams:
-            raise UsageError(f"no stream {name!r}: the guard knows {', '.join(map(repr, self._streams))}")
-        return self._streams[name]
+        self.streams.edge(stream, HOST)

@@ -123,7 +123,7 @@ def test_a_storage_stays_alive_while_the_guard_knows_it():
     [
         (lambda: Guard(["host"]), "cannot be called 'host'"),
         (lambda: Guard(["a"], mode="trace"), "needs a file"),
-        (lambda: Guard(["a"]).edge("a", "b"), "no stream 'b': the guard knows 'a'"),
+        (lambda: Guard(["a"]).edge("a", "b"), "no stream 'b': there are 'a'"),
         (lambda: Guard(["a"]).graph("g", HostReplay(), "b"), "no stream 'b'"),  # type: ignore[arg-type]
     ],
 )
