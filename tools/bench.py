@@ -1,34 +1,41 @@
-"""Measure: ``python -m tools.bench contract`` compares the contract's modes on the demo's model, as ratios within one run.
+"""Measure: ``python -m tools.bench contract`` tells what the contract costs, as ratios within one run.
 
-One training changes its mode from step to step, in all orders in turn, so that the modes share objects, memory and machine.
-What is reported is the median step time of each mode and ratios to mode off; how fast the machine is cancels out.
+contract   1. ns of host time per effect, enforced and off
+           2. us of host time per replayed action, enforced and off, at several numbers of layers
+           3. whole steps of the demo's model under each mode (CPU), or of a captured stage (--device cuda)
+
+Modes take turns from step to step, so that they share objects, memory and machine: how fast the machine is cancels out.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import platform
-import statistics
+import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from qeffect_lm import __version__
+from qeffect_lm.errors import UsageError
 from tools.common import ROOT, add_traceback, run_tool
+
+LAYERS = (2, 8, 32)
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m tools.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("what", choices=["contract"], help="contract: enforce and trace against off")
+    made.add_argument("what", choices=["contract"], help="contract: what its checks cost")
     made.add_argument("--config", type=Path, default=ROOT / "models/configs/demo.yaml", help="(default: the demo's)")
     made.add_argument("--steps", type=int, default=20, help="timed steps per mode (default: %(default)s)")
-    made.add_argument("--backend", choices=["host_replay", "eager"], default="host_replay")
+    made.add_argument("--backend", choices=["host_replay", "eager"], default="host_replay", help="of the steps on CPU")
+    made.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the whole steps (default: %(default)s)")
+    made.add_argument("--layers", default=",".join(map(str, LAYERS)), metavar="LIST", help="for part 2 (default: %(default)s)")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     add_traceback(made)
     return made
@@ -40,83 +47,104 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def contract(arguments: argparse.Namespace) -> int:
-    """Time the demo's model, both stages' work on one rank, under each mode."""
+    """Effects, actions, steps; prints tables, and writes the figures if asked to."""
+    if arguments.steps < 1:
+        raise UsageError(f"--steps {arguments.steps}: at least one")
+    try:
+        layers = [int(word) for word in arguments.layers.split(",")]
+    except ValueError:
+        layers = [0]
+    if min(layers) < 1:
+        raise UsageError(f"--layers {arguments.layers}: numbers of layers from 1 on, with commas")
+
     from qeffect_lm.runtime.determinism import apply_before_torch, apply_to_torch
 
     apply_before_torch(os.environ, threads=1)
     apply_to_torch(threads=1)
-    import tempfile
-
     import torch
 
-    from qeffect_lm.app.assemble import assemble
-    from qeffect_lm.config import load_config
-    from qeffect_lm.contract.trace import TraceWriter
-    from qeffect_lm.data.loader import StepBatch
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch sees no GPU here; leave it out to measure on CPU")
+    from tools.benchmarks import actions, cuda_step, effects, steps
 
-    scratch = tempfile.TemporaryDirectory(prefix="qeffect-bench-")  # of the trace; removed at the end
-    folder = Path(scratch.name)
-    base = ["parallel.pp=1", "pipeline.stage_layers=null", f"graphs.backend={arguments.backend}", f"run.dir={folder}"]
-    modes = ("off", "enforce", "trace")
-    config = load_config(arguments.config, base)
-    shape = (config.pipeline.microbatches, config.data.microbatch_size, config.data.seq_len)
-
-    def batch(step: int) -> StepBatch:
-        generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(0, config.model.vocab_size, (*shape[:2], shape[2] + 1), generator=generator)
-        mask = torch.ones(shape)
-        ids = torch.arange(shape[0] * shape[1]).view(shape[:2])
-        return StepBatch(tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous(), mask, ids, int(mask.sum()))
-
-    assembly = assemble(config)
-    assembly.prepare(batch(0))
-    trace = TraceWriter(folder / "trace.jsonl")
-    times: dict[str, list[float]] = {mode: [] for mode in modes}
-    orders = list(itertools.permutations(modes))  # every mode follows every other equally often
-    turns = [mode for turn in range(arguments.steps + 2) for mode in orders[turn % len(orders)]]
-    for step, mode in enumerate(turns):
-        assembly.ledger.switch(mode, trace if mode == "trace" else None)
-        data = batch(step)
-        began = time.perf_counter()
-        float(assembly.engine.step(step, data).loss)
-        if step >= 2 * len(modes):  # the first two turns warm caches up
-            times[mode].append(time.perf_counter() - began)
-    scratch.cleanup()
-    report = figures(arguments, times)
-    print(table(report))
+    report = described(arguments)
+    report["ns_per_effect"] = effects.measure()
+    print(effects_table(report["ns_per_effect"]), flush=True)
+    report["us_per_replayed_action"] = {str(count): actions.measure(arguments.config, count) for count in layers}
+    print(actions_table(report["us_per_replayed_action"]), flush=True)
+    if arguments.device == "cuda":
+        report["captured_steps"] = [cuda_step.measure(size, arguments.steps) for size in cuda_step.SIZES]
+        print(captured_table(report["captured_steps"]))
+    else:
+        report.update(steps.measure(arguments.config, arguments.backend, arguments.steps))
+        print(steps_table(report))
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 
-def figures(arguments: argparse.Namespace, times: dict[str, list[float]]) -> dict[str, object]:
-    """All figures with what they were measured on."""
+def described(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the figures are measured on."""
     import torch
 
-    off = times["off"]
+    command = f"python -m tools.bench contract --device {arguments.device} --steps {arguments.steps}"
+    command += f" --layers {arguments.layers}"
+    cuda = arguments.device == "cuda"
     return {
         "benchmark": "contract",
-        "command": f"python -m tools.bench contract --backend {arguments.backend} --steps {arguments.steps}",
+        "command": command if cuda else f"{command} --backend {arguments.backend}",
         "qeffect_lm": __version__,
+        "commit": commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": f"CPU {platform.machine()}, 1 thread",
-        "backend": arguments.backend,
-        "median_step_ms": {mode: 1000 * statistics.median(values) for mode, values in times.items()},
-        "ratio_of_sums": {mode: sum(values) / sum(off) for mode, values in times.items()},
-        "median_of_paired_ratios": {
-            mode: statistics.median(a / b for a, b in zip(values, off, strict=True)) for mode, values in times.items()
-        },
+        "device": torch.cuda.get_device_name() if cuda else f"CPU {platform.machine()}, 1 thread",
+        "backend": "cuda graphs" if cuda else arguments.backend,
     }
 
 
-def table(report: dict) -> str:
-    lines = [f"{'mode':8} {'median step ms':>15} {'sum / off':>10} {'median of step/off':>19}"]
+def commit() -> str:
+    """The commit of the source tree; "unknown" outside a repository."""
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def effects_table(figures: dict[str, dict[str, float]]) -> str:
+    lines = [f"{'ns per effect':30} {'enforce':>9} {'off':>9}"]
+    return "\n".join(lines + [f"{name:30} {ns['enforce']:>9.0f} {ns['off']:>9.0f}" for name, ns in figures.items()])
+
+
+def actions_table(figures: dict[str, dict[str, dict[str, float]]]) -> str:
+    lines = ["", f"{'host us per replayed action':30} {'enforce':>9} {'off':>9} {'added':>9} {'enforce/off':>12}"]
+    for layers, kinds in figures.items():
+        for kind, us in kinds.items():
+            lines.append(
+                f"{f'{kind}, {layers} layers':30} {us['enforce']:>9.1f} {us['off']:>9.1f} {us['added']:>9.1f} "
+                f"{us['enforce'] / us['off']:>12.2f}"
+            )
+    return "\n".join(lines)
+
+
+def steps_table(report: dict[str, Any]) -> str:
+    lines = ["", f"{'mode':8} {'median step ms':>15} {'sum / off':>10} {'median of step/off':>19}"]
     for mode, milliseconds in report["median_step_ms"].items():
         lines.append(
             f"{mode:8} {milliseconds:>15.2f} {report['ratio_of_sums'][mode]:>10.4f} "
             f"{report['median_of_paired_ratios'][mode]:>19.4f}"
+        )
+    return "\n".join(lines)
+
+
+def captured_table(sizes: list[dict[str, Any]]) -> str:
+    heads = ("bare ms", "off ms", "enforce ms", "enforce/off", "host us added")
+    widths = (9, 9, 11, 12, 14)
+    lines = ["", f"{'captured step':28} " + " ".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True))]
+    for size in sizes:
+        ms = size["median_step_ms"]
+        name = f"{size['layers']} x {size['hidden']}, {size['tokens']} tokens"
+        lines.append(
+            f"{name:28} {ms['bare']:>9.3f} {ms['off']:>9.3f} {ms['enforce']:>11.3f} {size['enforce_over_off']:>12.4f} "
+            f"{size['added_host_us_per_action']:>14.1f}"
         )
     return "\n".join(lines)
 

@@ -1,0 +1,1 @@
+"""What ``python -m tools.bench`` measures, one module per question."""
