@@ -31,11 +31,15 @@ class GradSlots:
         self._writes: dict[str, int] = dict.fromkeys(self.slots, 0)
         self._reports: dict[str, int] = dict.fromkeys(self.slots, 0)
         self._group_writes: dict[tuple[str, ...], int] = {}
+        self._zeroed: set[str] = set()
+        self._read = False  # the optimizer has taken this step's gradient
 
     def begin_step(self) -> None:
         for name in self._writes:
             self._writes[name] = self._reports[name] = 0
         self._group_writes.clear()
+        self._zeroed.clear()
+        self._read = False
 
     def _count(self, name: str) -> int:
         return self._writes[name] + sum(n * group.count(name) for group, n in self._group_writes.items())
@@ -44,8 +48,8 @@ class GradSlots:
         """Account for one write.
 
         Raises:
-            GradSlotError: beta 0 where there are writers already (their sum would be lost), or beta 1 where there are
-                none (last step's gradient would be added).
+            GradSlotError: beta 0 where there are writers already (their sum would be lost), beta 1 where there are none
+                (last step's gradient would be added), or the optimizer has read the gradient.
         """
         self._check(name, beta, self._count(name) if name in self.slots else 0, microbatch)
         self._writes[name] += 1
@@ -55,7 +59,7 @@ class GradSlots:
         if not names:
             return
         count = self._group_writes.get(names, 0)
-        if beta == 0 or count == 0:  # else every name has this group's own writes
+        if beta == 0 or count == 0 or self._read:  # else every name has this group's own writes
             seen: dict[str, int] = {}
             for name in names:
                 before = self._count(name) if name in self.slots else 0
@@ -66,6 +70,13 @@ class GradSlots:
     def _check(self, name: str, beta: int, count: int, microbatch: int | None) -> None:
         if name not in self.slots:
             raise GradSlotError(f"no gradient slot was declared for {name!r}", layer=name, microbatch=microbatch)
+        if self._read:
+            raise GradSlotError(
+                f"writer {count + 1} of {name!r} comes after the optimizer: its part would be lost",
+                layer=name,
+                microbatch=microbatch,
+                writers=count,
+            )
         if (beta == 0) != (count == 0):
             lost = "overwrite what is there" if beta == 0 else "add to the previous step's gradient"
             raise GradSlotError(
@@ -83,11 +94,13 @@ class GradSlots:
         self._reports[name] += 1
 
     def check_complete(self, expected: int) -> None:
-        """Before the optimizer: every slot has ``expected`` reports, writes or EMPTYs.
+        """Before the optimizer, once a step: every slot has ``expected`` reports, writes or EMPTYs, and holds this step's sum.
 
         Raises:
-            GradSlotError: names the first slot that has not.
+            GradSlotError: names the first slot that has not, or that nobody wrote or zeroed; or the optimizer came before.
         """
+        if self._read:
+            raise GradSlotError("the optimizer would step a second time on one gradient", expected=expected)
         grouped: dict[str, int] = dict.fromkeys(self.slots, 0)
         for names, times in self._group_writes.items():
             for name in names:
@@ -101,6 +114,9 @@ class GradSlots:
                     writers=count,
                     expected=expected,
                 )
+            if not self._writes[name] and not grouped[name] and name not in self._zeroed:
+                raise GradSlotError(f"nobody wrote or zeroed {name!r}: it holds the previous step's gradient", layer=name)
+        self._read = True
 
     def zero_empty_(self) -> Sequence[str]:
         """Zero the slots that got only EMPTYs; returns their names."""
@@ -108,4 +124,5 @@ class GradSlots:
         idle = [name for name in self.slots if not self._writes[name] and name not in written]
         for name in idle:
             self.slots[name].view.zero_()
+        self._zeroed.update(idle)
         return idle

@@ -94,6 +94,7 @@ class ScaleTimeline:
         self._readers: dict[Hashable, _Reader] = {}
         self._expected: dict[Direction, frozenset[Hashable]] = {d: frozenset() for d in Direction}
         self._reported: dict[Direction, set[Hashable]] = {d: set() for d in Direction}
+        self._contributed: dict[Direction, Hashable] = {}  # the last F or I in the open window
         self._window_open = False
         self.commits = 0
 
@@ -175,6 +176,14 @@ class ScaleTimeline:
             )
         if contributor in self._reported[direction] or contributor in self._readers:
             raise ScaleOrderError(f"{contributor} contributes a second time to one window", epoch=self.epochs[direction])
+        if not between:
+            before = self._contributed.get(direction)
+            if before is not None and self.window == "microbatch":
+                raise ScaleOrderError(
+                    f"{contributor} would contribute to the window of {before}, whose commit is missing",
+                    epoch=self.epochs[direction],
+                )
+            self._contributed[direction] = contributor
         self._readers[contributor] = _Reader(contributor, direction, self.epochs[direction])
         return self.epochs[direction]
 
@@ -209,7 +218,7 @@ class ScaleTimeline:
 
         Raises:
             ScaleOrderError: not the current epoch (a commit twice, or out of order), a reader is still running, or a
-                contributor has not reported.
+                contributor has not reported (window ``microbatch``: there was none).
         """
         if self.window == "step" and set(directions) != set(Direction):
             raise ScaleOrderError(f"{by} closes {', '.join(directions)} alone; window step closes both at once", epoch=epoch)
@@ -236,12 +245,26 @@ class ScaleTimeline:
                         f"{by} of {direction} epoch {epoch} before {first} reported ({len(missing)} missing)",
                         epoch=epoch,
                     )
+            elif direction not in self._contributed:
+                raise ScaleOrderError(f"{by} of {direction} epoch {epoch}, and nothing contributed to its window", epoch=epoch)
         for direction in directions:
             self.epochs[direction] += 1
+            self._contributed.pop(direction, None)
             self._reported[direction].clear()
         self.commits += 1
         if self.window == "step":
             self._window_open = False
+
+    def check_committed(self) -> None:
+        """At a step's end: every window that something contributed to was committed.
+
+        Raises:
+            ScaleOrderError: names the last contributor.
+        """
+        for direction, contributor in self._contributed.items():
+            raise ScaleOrderError(
+                f"the step ends and the commit after {contributor} is missing", epoch=self.epochs[direction]
+            )
 
     def close_window(self) -> None:
         """An optimizer step ends (window ``microbatch``, where commits do not close it)."""
@@ -252,6 +275,7 @@ class ScaleTimeline:
         self._readers.clear()
         for reported in self._reported.values():
             reported.clear()
+        self._contributed.clear()
         self._window_open = False
 
     # ---- state -------------------------------------------------------------------------------------------------

@@ -184,7 +184,8 @@ class Harness:
         self._forwarded = 0
         self.ledger.begin_step(number)
         yield
-        self.ledger.end_step()
+        self.ledger.leases.end_step()
+        self.ledger.abandon_step()  # layers alone commit no scales
 
     @contextmanager
     def recording(self) -> Iterator[None]:

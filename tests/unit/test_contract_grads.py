@@ -117,6 +117,19 @@ def test_the_optimizer_waits_for_every_contribution(count):
     grads.check_complete(count)
 
 
+def test_the_optimizer_reads_a_gradient_once_and_nobody_writes_after_it():
+    grads = slots()
+    grads.write_group(NAMES, 0)
+    grads.check_complete(1)
+    fails(grads.check_complete, 1, message="a second time")
+    late = fails(grads.write, "b.weight", 1, message="writer 2 of 'b.weight' comes after the optimizer")
+    assert late.place == {"layer": "b.weight", "writers": 1}
+    fails(grads.write_group, NAMES, 1, message="writer 2 of 'a.weight' comes after the optimizer")
+    grads.begin_step()
+    grads.write_group(NAMES, 0)
+    grads.check_complete(1)
+
+
 def test_a_producer_without_work_reports_empty():
     """An idle expert: EMPTY counts as a contribution; a slot with only EMPTYs is zeroed, others keep what was
     written.
@@ -129,8 +142,9 @@ def test_a_producer_without_work_reports_empty():
     grads.report_empty("c.weight")
     fails(grads.check_complete, 2, message="'c.weight' with 1 of 2")
     grads.report_empty("c.weight")
-    grads.check_complete(2)
+    fails(grads.check_complete, 2, message="nobody wrote or zeroed 'c.weight'")
     assert grads.zero_empty_() == ["c.weight"]
+    grads.check_complete(2)
     assert (grads.slots["c.weight"].view == 0).all()
     assert all((grads.slots[name].view == 7.0).all() for name in ("a.weight", "b.weight"))
     grads.begin_step()
@@ -172,10 +186,11 @@ def test_random_writers(script):
                 count[name] += 1
         except GradSlotError as error:
             assert wrong and error.place["layer"] == wrong[0] and error.place["writers"] == count[wrong[0]]
+    assert grads.zero_empty_() == [name for name in NAMES if not count[name]]
     for expected in range(4):
         contributions = [count[name] + empties * (name == "a.weight") for name in NAMES]
         assert passes(lambda e=expected: grads.check_complete(e)) == all(n == expected for n in contributions)
-    assert grads.zero_empty_() == [name for name in NAMES if not count[name]]
+        grads._read = False  # as if it had not been asked
 
 
 def passes(call) -> bool:
