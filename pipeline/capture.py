@@ -44,7 +44,7 @@ def capture(engine: Engine, backend: GraphBackend, register: HiddenStateRegister
                 for slot in stage.slots:
                     slot.saved = None
     engine.captured = captured
-    engine.ledger.note(None, "capture", f"{len(captured.actions) + len(captured.end)} graphs")
+    engine.ledger.captured(len(captured.actions) + len(captured.end))
     return captured
 
 
@@ -90,4 +90,6 @@ def _capture_slot(
             stage.input_grad(slot, scope, keep=keep)
 
         record(Kind.I, beta, input_grad)
+        payloads = leases.payloads(chunk, microbatch).values()
+        captured.retained.setdefault(place, []).extend(tensor for payload in payloads for tensor in payload.tensors())
         record(Kind.W, beta, lambda scope: stage.weight_grad(slot, scope))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-import torch
-
 from qeffect_lm.graphs.register import HiddenStateRegister
 
 
@@ -25,8 +23,8 @@ class Graph(Protocol):
 
     def replay(self) -> None: ...
 
-    def pool(self) -> list[torch.Tensor]:
-        """The tensors the graph made; graphs of the same slot may read them."""
+    def storages(self) -> dict[int, int]:
+        """Storages that the graph made (identity → number in the order of making); graphs of the same slot may touch them."""
         ...
 
 

@@ -30,8 +30,8 @@ class Nothing:
 
     def replay(self) -> None: ...
 
-    def pool(self) -> list[torch.Tensor]:
-        return []
+    def storages(self) -> dict[int, int]:
+        return {}
 
 
 def small(config: Path, layers: int) -> Assembly:
