@@ -23,23 +23,22 @@ from typing import Protocol
 import torch
 
 from pipeline.actions import Action, Kind
+from pipeline.effects import Effects
 from pipeline.p2p import Pending, Transport
 from pipeline.plan import GraphKey, Plan
+from pipeline.program import COLLECTIVE, COMPUTE
 from pipeline.stage import MicrobatchSlot, Stage
 from pipeline.step_end import StepEnd, StepResult
 from qeffect_lm.contract.errors import ScaleOrderError, StaleWeightError
 from qeffect_lm.contract.leases import Slot
-from qeffect_lm.contract.ledger import BufferAccess, Ledger, Summary
-from qeffect_lm.contract.streams import Access, Event
+from qeffect_lm.contract.ledger import Ledger, Summary
+from qeffect_lm.contract.streams import Event
 from qeffect_lm.contract.timeline import Direction
 from qeffect_lm.errors import QEffectError
 from qeffect_lm.fp8.cache import LAYOUTS, WeightCache
 from qeffect_lm.graphs.backend import Graph
 from qeffect_lm.layers.dropout import host_key
 from qeffect_lm.parallel.mesh import Mesh
-
-COMPUTE, COLLECTIVE = "compute", "collective"
-READ, WRITE, MERGE = Access.READ, Access.WRITE, Access.MAX_MERGE
 
 
 class StepInput(Protocol):
@@ -70,6 +69,7 @@ class Captured:
 
     actions: dict[GraphKey, tuple[Graph, Summary]] = field(default_factory=dict)
     end: dict[str, Graph] = field(default_factory=dict)
+    retained: dict[tuple[int, int, int], list[torch.Tensor]] = field(default_factory=dict)  # by (chunk, I-slot, W-slot)
     check_addresses: Callable[[], None] = lambda: None  # raises CaptureError where a graph would read an old storage
 
     def fingerprint(self, plan: Plan) -> str:
@@ -119,6 +119,7 @@ class Engine:
         self.rank = mesh.coord("pp")
         self.actions = plan.actions[self.rank]
         self._slots = plan.slots[self.rank]
+        self._effects = Effects(plan.placement, self.rank, self._slots.i_slots.index, self._slots.w_slots.index)
         self.captured: Captured | None = None
         self._pending: dict[tuple[str, int, int], _Transfer] = {}  # (RECV_F…, chunk, microbatch), or slot for sends
         self._events: dict[tuple[str, int, int], Event] = {}
@@ -171,6 +172,7 @@ class Engine:
         self._first_versions = dict(self.ledger.versions.versions) if self.ledger.checks else {}
         try:
             self.ledger.begin_step(step)
+            self._launch("DIVISOR")
             self.divisor.fill_(batch.tokens)
             for action in self.actions:
                 self._handlers[action.kind](action)
@@ -207,57 +209,32 @@ class Engine:
         stage, i, slot = self._place(action)
         self._complete(("RECV_F", chunk, microbatch))
         self._complete(("SEND_F", chunk, i))
-        self._write_inputs(stage, slot, i, microbatch)
-        w = self._slots.w_slots.index[action.key]
-        self._launch(
-            action,
-            [
-                (("x", chunk, i), READ),
-                (("retained_I", chunk, i), WRITE),
-                (("retained_W", chunk, w), WRITE),
-                (("out", chunk, i), WRITE),
-                *_PARAMETER_READS,
-                ("amax_forward", MERGE),
-            ],
-        )
+        self._write_inputs(stage, slot, microbatch)
+        self._launch("F", chunk, microbatch)
         self._run(action, lambda scope: stage.forward(slot, scope))
         if stage.last:
-            self._launch(action, [(("out", chunk, i), READ), ("losses", WRITE)])
+            self._launch("LOSS", chunk, microbatch)
             self.end.losses[microbatch].copy_(slot.out)
         elif chunk + 1 in self.stages:
-            self._hand_over(action, slot.out, "x", chunk + 1, microbatch)
+            self._hand_over("PASS_F", action, chunk + 1)
 
     def _input_grad(self, action: Action) -> None:
         chunk, microbatch = action.key
         stage, i, slot = self._place(action)
         self._complete(("RECV_B", chunk, microbatch))
         self._complete(("SEND_B", chunk, i))
-        w = self._slots.w_slots.index[action.key]
-        accesses: list[BufferAccess] = [
-            (("dy", chunk, i), READ),
-            (("x", chunk, i), READ),
-            (("retained_I", chunk, i), READ),
-            (("retained_W", chunk, w), WRITE),
-            *_PARAMETER_READS,
-            ("amax_backward", MERGE),
-            (("grads", chunk), WRITE),
-        ]
-        if not stage.first:
-            accesses.append((("dx", chunk, i), WRITE))
-        self._launch(action, accesses)
+        self._launch("I", chunk, microbatch)
         self._run(action, lambda scope: stage.input_grad(slot, scope))
         self._mark(f"{Kind.I}", chunk, microbatch)
         if not stage.first and chunk - 1 in self.stages:
-            assert slot.dx is not None
-            self._hand_over(action, slot.dx, "dy", chunk - 1, microbatch)
+            self._hand_over("PASS_B", action, chunk - 1)
 
     def _weight_grad(self, action: Action) -> None:
         chunk, microbatch = action.key
         stage, _, slot = self._place(action)
-        w = self._slots.w_slots.index[action.key]
         after = self._events.pop((f"{Kind.I}", chunk, microbatch), None)
         self.ledger.wait(self.compute_stream(), after)
-        self._launch(action, [(("retained_W", chunk, w), READ), (("grads", chunk), WRITE)])
+        self._launch("W", chunk, microbatch)
         retained = self._retained(action) if self._poison else []
         self._run(action, lambda scope: stage.weight_grad(slot, scope))
         for tensor in retained:
@@ -292,36 +269,34 @@ class Engine:
         direction, commits = self._commits[action]
         return self._first_epochs[direction] + commits
 
-    def _write_inputs(self, stage: Stage, slot: MicrobatchSlot, i: int, microbatch: int) -> None:
+    def _write_inputs(self, stage: Stage, slot: MicrobatchSlot, microbatch: int) -> None:
         """Key, and where they are needed tokens and targets, into the slot (written, never replaced)."""
         assert self._batch is not None
-        accesses: list[BufferAccess] = [(("key", stage.index, i), WRITE)]
+        self._launch("INPUT", stage.index, microbatch)
         context = slot.context
-        key = host_key(self._seed, self._step, microbatch, self.mesh.coord("dp"))
-        context.key.fill_(key)
+        context.key.fill_(host_key(self._seed, self._step, microbatch, self.mesh.coord("dp")))
         if stage.first:
-            accesses.append((("x", stage.index, i), WRITE))
             slot.x.copy_(self._batch.inputs[microbatch])
         if stage.last:
             assert context.targets is not None and context.loss_mask is not None
-            accesses.append((("targets", stage.index, i), WRITE))
             context.targets.copy_(self._batch.targets[microbatch])
             context.loss_mask.copy_(self._batch.loss_mask[microbatch])
-        self.ledger.launch(self.compute_stream(), accesses, f"{stage.index}INPUT{microbatch}")
 
     def _place(self, action: Action) -> tuple[Stage, int, MicrobatchSlot]:
         stage = self.stages[action.key[0]]
         i = self._slots.i_slots.index[action.key]
         return stage, i, stage.slots[i]
 
-    def _hand_over(self, action: Action, source: torch.Tensor, buffer: str, chunk: int, microbatch: int) -> None:
-        """Between two chunks of one rank: the producer's result into the consumer's slot."""
-        i = self._slots.i_slots.index[chunk, microbatch]
-        mine = "out" if buffer == "x" else "dx"
-        source_i = self._slots.i_slots.index[action.key]
-        self._launch(action, [((mine, action.key[0], source_i), READ), ((buffer, chunk, i), WRITE)])
-        target = self.stages[chunk].slots[i]
-        (target.x if buffer == "x" else target.dy).copy_(source)
+    def _hand_over(self, work: str, action: Action, chunk: int) -> None:
+        """Between two chunks of one rank: the producer's result into the slot of its reader, ``chunk``."""
+        _, _, source = self._place(action)
+        target = self.stages[chunk].slots[self._slots.i_slots.index[chunk, action.key[1]]]
+        self._launch(work, *action.key)
+        if work == "PASS_F":
+            target.x.copy_(source.out)
+        else:
+            assert source.dx is not None
+            target.dy.copy_(source.dx)
 
     def _retained(self, action: Action) -> list[torch.Tensor]:
         """Debug: what the microbatch retains until W, to be poisoned when W has read it."""
@@ -329,7 +304,7 @@ class Engine:
             payloads = self.ledger.leases.payloads(*action.key).values()
             return [tensor for payload in payloads for tensor in payload.tensors()]
         key = self.plan.graph_key(action)
-        return self.captured.actions[key._replace(kind=Kind.F, beta=None)][0].pool()
+        return self.captured.retained[key.chunk, key.i_slot, key.w_slot]
 
     # ---- transfers ---------------------------------------------------------------------------------------------
 
@@ -338,25 +313,25 @@ class Engine:
         stage, i, slot = self._place(action)
         direction = "F" if action.kind is Kind.SEND_F else "B"
         peer = self.plan.placement.ranks[chunk + 1 if direction == "F" else chunk - 1]
-        buffer, tensor = ("out", slot.out) if direction == "F" else ("dx", slot.dx)
+        tensor = slot.out if direction == "F" else slot.dx
         assert self._transport is not None and tensor is not None
         stream = f"send_{direction}"
         self._edge(self.compute_stream(), stream)  # the producer is done before the send starts
-        self.ledger.launch(stream, [((buffer, chunk, i), READ)], str(action))
+        self._launch(str(action.kind), chunk, microbatch)
         pending = self._transport.send(tensor, peer, direction, chunk, microbatch)
         self._pending[str(action.kind), chunk, i] = _Transfer(pending, self.ledger.record(stream))
 
     def _receive(self, action: Action) -> None:
         chunk, microbatch = action.key
-        _, i, slot = self._place(action)
+        _, _, slot = self._place(action)
         direction = "F" if action.kind is Kind.RECV_F else "B"
         source = chunk - 1 if direction == "F" else chunk + 1
         peer = self.plan.placement.ranks[source]
-        buffer, tensor = ("x", slot.x) if direction == "F" else ("dy", slot.dy)
+        tensor = slot.x if direction == "F" else slot.dy
         assert self._transport is not None
         stream = f"recv_{direction}"
         self._edge(self.compute_stream(), stream)  # the buffer's last reader is done before it is written
-        self.ledger.launch(stream, [((buffer, chunk, i), WRITE)], str(action))
+        self._launch(str(action.kind), chunk, microbatch)
         pending = self._transport.receive(tensor, peer, direction, source, microbatch)
         self._pending[str(action.kind), chunk, microbatch] = _Transfer(pending, self.ledger.record(stream))
 
@@ -407,13 +382,10 @@ class Engine:
         self._settle()
         if self.ledger.checks:  # mode off keeps no count of writers
             self.ledger.grads.zero_empty_()
-        self._launch(action, [("losses", READ), ("row", WRITE)])
+        self._launch("SUM")
         self._run_end("sum_losses", self.end.sum_losses_)
         self._edge(self.compute_stream(), COLLECTIVE)
-        grads: list[BufferAccess] = [(("grads", chunk), WRITE) for chunk in self.stages]
-        self.ledger.launch(
-            COLLECTIVE, [*grads, ("amax_forward", MERGE), ("amax_backward", MERGE), ("row", WRITE)], "REDUCE"
-        )
+        self._launch("REDUCE")
         self.end.reduce_()
         self.end.gather_loss_()
         self._edge(COLLECTIVE, self.compute_stream())
@@ -421,14 +393,13 @@ class Engine:
     def _optimizer_step(self, action: Action) -> None:
         if self.ledger.checks:
             self.ledger.grads.check_complete(self.plan.microbatches)
-        grads: list[BufferAccess] = [(("grads", chunk), READ) for chunk in self.stages]
-        self._launch(action, [*grads, ("amax_forward", READ), ("amax_backward", READ), ("row", WRITE)])
+        self._launch("NORM")
         self._run_end("local_sums", self.end.local_sums_)
         self._edge(self.compute_stream(), COLLECTIVE)
-        self.ledger.launch(COLLECTIVE, [("row", READ), ("rows", WRITE)], "GATHER")
+        self._launch("GATHER")
         self.end.gather_()
         self._edge(COLLECTIVE, self.compute_stream())
-        self._launch(action, [("rows", READ), *grads, ("parameters", WRITE), ("optimizer", WRITE)])
+        self._launch("STEP")
         self._updating = True
         self._run_end("optimizer_step", self.end.optimizer_step_)
         self.ledger.versions.bump()
@@ -437,16 +408,16 @@ class Engine:
         epoch = self._epoch(action)
         if action.chunk is None:
             self.ledger.commit(epoch, by=str(action))
-            self._launch(action, [("amax_forward", WRITE), ("amax_backward", WRITE), ("scales", WRITE)])
+            self._launch("COMMIT")
             self._run_end("commit", self.end.commit_)
             return
         direction = Direction.FORWARD if action.detail == "F" else Direction.BACKWARD
         self._edge(self.compute_stream(), COLLECTIVE)
-        self.ledger.launch(COLLECTIVE, [(f"amax_{direction}", MERGE)], str(action))
+        self._launch(f"REDUCE_{action.detail}", *action.key)
         self.end.reduce_amax_((direction,))  # replicas share one scale, so they share one roll
         self._edge(COLLECTIVE, self.compute_stream())
         self.ledger.commit(epoch, (direction,), str(action))
-        self._launch(action, [(f"amax_{direction}", WRITE), ("scales", WRITE)])
+        self._launch(f"COMMIT_{action.detail}", *action.key)
         self._run_end(f"commit_{direction}", lambda: self.end.commit_direction_(direction))
 
     def _check_updated(self) -> None:
@@ -480,8 +451,7 @@ class Engine:
     def _refresh(self) -> None:
         """All weight caches once, from the new masters with the new epoch's scales."""
         if self.cache.names:
-            accesses: list[BufferAccess] = [("parameters", READ), ("scales", READ), ("caches", WRITE)]
-            self.ledger.launch(self.compute_stream(), [*accesses, ("amax_forward", MERGE)], "REFRESH")
+            self._launch("REFRESH")
             self._run_end("refresh", self.end.refresh_)
             self.account_refresh()
 
@@ -514,8 +484,10 @@ class Engine:
 
     # ---- streams -----------------------------------------------------------------------------------------------
 
-    def _launch(self, action: Action, accesses: list[BufferAccess]) -> None:
-        self.ledger.launch(self.compute_stream(), accesses, str(action))
+    def _launch(self, work: str, chunk: int | None = None, microbatch: int | None = None) -> None:
+        """Tell the ledger of a piece of work and what it accesses (:mod:`pipeline.effects`)."""
+        op = self._effects.launch(work, chunk, microbatch, self.compute_stream())
+        self.ledger.launch(op.stream, op.accesses, op.who)
 
     def _edge(self, source: str, target: str) -> None:
         """Work on ``target`` from here on waits for work on ``source`` so far."""
@@ -559,6 +531,3 @@ def poison_(tensor: torch.Tensor) -> None:
             tensor.detach().view(torch.uint8).fill_(0x7F)  # NaN in E4M3 and in E5M2
         else:
             tensor.detach().fill_(float("nan"))
-
-
-_PARAMETER_READS: tuple[BufferAccess, ...] = (("parameters", READ), ("caches", READ), ("scales", READ))

@@ -3,8 +3,8 @@
 A receive is posted and does not block. A send blocks its rank until the receiver has posted the matching
 receive (rendezvous). Each (source rank, destination rank, direction) is one first-in-first-out queue, so that
 the k-th send meets the k-th receive, whatever chunks they belong to; the two directions never share a queue,
-also where the previous and the next peer are the same rank. A plan that finishes here finishes on any backend
-that is kinder.
+also where the previous and the next peer are the same rank. At STEP all ranks meet, for the gradient norm. A plan
+that finishes here finishes on any backend that is kinder; the kindest, where no send ever waits, is ``buffered``.
 """
 
 from __future__ import annotations
@@ -76,19 +76,23 @@ def message_of(action: Action, placement: Placement) -> Message:
 
 
 class Rendezvous:
-    """A plan half-way through. ``lowered`` False: compute only, and results travel by themselves.
+    """A plan half-way through. ``lowered`` False: compute only, and results travel by themselves. ``buffered``: sends do
+    not wait for their receives.
 
     The plan's multiset of actions must be complete (see :mod:`pipeline.validate`); this class finds orders
     that block.
     """
 
-    def __init__(self, rows: Sequence[Sequence[Action]], placement: Placement, *, lowered: bool) -> None:
+    def __init__(
+        self, rows: Sequence[Sequence[Action]], placement: Placement, *, lowered: bool, buffered: bool = False
+    ) -> None:
         self.rows = rows
         self.placement = placement
-        self.lowered = lowered
+        self.lowered, self.buffered = lowered, buffered
         self.position = [0] * len(rows)
         self._posted: dict[Queue, int] = defaultdict(int)
         self._sent: dict[Queue, int] = defaultdict(int)
+        self._met = [0] * len(rows)  # STEPs that each rank has passed
         self._arrived: set[tuple[str, int, int]] = set()  # (direction, consumer chunk, microbatch)
         self._computed: set[tuple[str, int, int]] = set()  # (direction, producer chunk, microbatch)
         chunks = range(placement.num_chunks)
@@ -114,6 +118,10 @@ class Rendezvous:
             while self.position[rank] < len(row) and self.obstacle(rank) is None:
                 action = row[self.position[rank]]
                 self.position[rank] += 1
+                if action.kind is Kind.STEP:
+                    self._met[rank] += 1
+                    awake += [other for other in range(len(self.rows)) if other != rank]
+                    continue
                 other = self._execute(action)
                 if other is not None and other != rank:
                     awake.append(other)
@@ -132,9 +140,19 @@ class Rendezvous:
         action = self.rows[rank][position]
         kind = action.kind
         if kind is Kind.SEND_F or kind is Kind.SEND_B:
-            return self._unposted(rank, position, action)
+            return None if self.buffered else self._unposted(rank, position, action)
         if kind is Kind.F or kind is Kind.I or kind is Kind.B:
             return self._unfed(rank, position, action)
+        return self._unmet(rank, position, action) if kind is Kind.STEP else None
+
+    def _unmet(self, rank: int, position: int, action: Action) -> Obstacle | None:
+        """At STEP: a rank that has not come to its own yet."""
+        for other, passed in enumerate(self._met):
+            at, row = self.position[other], self.rows[other]
+            if passed == self._met[rank] and (at == len(row) or row[at].kind is not Kind.STEP):
+                return Obstacle(rank, position, action, other, action)
+            if passed < self._met[rank]:
+                return Obstacle(rank, position, action, other, action)
         return None
 
     def _queue(self, action: Action, send: bool, direction: str) -> Queue:
