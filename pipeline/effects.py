@@ -103,7 +103,7 @@ class Effects:
         if work == "W":
             return (("retained_W", chunk, w), READ), (("grads_W", chunk), WRITE)
         if work in ("REDUCE_F", "REDUCE_I"):
-            return ((f"amax_{_SCALES[work[-1]]}", MERGE),)
+            return ((f"amax_{_SCALES[work[-1]]}", WRITE),)  # read, exchanged, written back: it does not commute with a merge
         if work in ("COMMIT_F", "COMMIT_I"):
             return (f"amax_{_SCALES[work[-1]]}", WRITE), (f"scales_{_SCALES[work[-1]]}", WRITE)
         one: dict[str, BufferAccesses] = {
@@ -127,7 +127,7 @@ class Effects:
         table: dict[str, BufferAccesses] = {
             "DIVISOR": (("divisor", WRITE),),
             "SUM": (("losses", READ), *((amax, READ) for amax in both), ("row", WRITE)),
-            "REDUCE": (*((name, WRITE) for name in names), *((amax, MERGE) for amax in both), ("row", WRITE)),
+            "REDUCE": (*((name, WRITE) for name in names), *((amax, WRITE) for amax in both), ("row", WRITE)),
             "NORM": (*((name, READ) for name in names), ("row", WRITE)),
             "GATHER": (("row", READ), ("rows", WRITE)),
             "STEP": (
