@@ -12,7 +12,7 @@ sent to the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -104,14 +104,29 @@ def auto(
     Raises:
         UsageError: a number out of range, an unknown shape or objective, or a limit that no plan can keep.
     """
-    problems = [
-        _problem(shape, p, m, (T_F, T_I, T_W), T_comm, (M_B, M_B if M_W is None else M_W), limit, objective)
+    problems = {
+        shape: _problem(shape, p, m, (T_F, T_I, T_W), T_comm, (M_B, M_B if M_W is None else M_W), limit, objective)
         for shape in _checked(p, m, shapes, objective, effort)
-    ]
+    }
+    return solve(problems, effort=effort, window=window, holding=holding)
+
+
+def solve(
+    problems: Mapping[str, Problem], *, effort: float = 1.0, window: str = "step", holding: Holding | None = None
+) -> Auto:
+    """:func:`auto` where each chunk has times and sizes of its own.
+
+    Args:
+        problems: one for each placement that may be used, by its name in :data:`SHAPES`; :func:`placement_of` places.
+        effort, window, holding: as of :func:`auto`.
+
+    Raises:
+        UsageError: a limit that no plan can keep.
+    """
     found: list[Candidate] = []
     named: dict[str, float] = {}
     tried = 0
-    for shape, problem in zip(shapes, problems, strict=True):
+    for shape, problem in problems.items():
         for number, (name, order) in enumerate(_orders(shape, problem)):
             if name not in SCHEDULES and number * problem.operations > MADE * max(1.0, effort):
                 break
@@ -122,13 +137,23 @@ def auto(
                 if name in SCHEDULES:
                     named[name] = timing.cost
     if not found:
-        raise UsageError(_too_small(problems))
+        raise UsageError(_too_small(list(problems.values())))
     found.sort(key=lambda candidate: candidate.cost)
     best = _improved(found, effort)
-    bound = min(map(lower_bound, problems))
+    bound = min(map(lower_bound, problems.values()))
     compute = to_actions(best.order)
+    m = best.problem.microbatches
     plan = make_plan("auto", compute, best.problem.placement, m, window=window, holding=holding)
     return Auto(plan, best.cost, best.name, best.problem, bound, named, tried)
+
+
+def placement_of(shape: str, p: int) -> Placement:
+    """The placement of a name in :data:`SHAPES`: one chunk on each of ``p`` ranks, or two."""
+    return {
+        "linear": Placement.linear(p),
+        "interleaved": Placement.interleaved(p, 2),
+        "v": Placement.v_shaped(p),
+    }[shape]
 
 
 def exact(result: Auto, max_nodes: int = 200_000) -> Exact:
@@ -171,11 +196,7 @@ def _problem(
     objective: str,
 ) -> Problem:
     """Times and sizes per rank, spread evenly over the chunks of a placement."""
-    placement = {
-        "linear": Placement.linear(p),
-        "interleaved": Placement.interleaved(p, 2),
-        "v": Placement.v_shaped(p),
-    }[shape]
+    placement = placement_of(shape, p)
     share = placement.num_chunks // p
     numbers = []
     for label, value in zip(("T_F", "T_I", "T_W", "M_B", "M_W"), (*times, *sizes), strict=True):

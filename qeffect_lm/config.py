@@ -112,12 +112,19 @@ class Config(Section):
         """``checkpoint.dir``, or its default inside ``run.dir``."""
         return Path(self.checkpoint.dir) if self.checkpoint.dir else Path(self.run.dir) / "checkpoints"
 
-    def stage_layers(self) -> tuple[int, ...]:
-        """Decoder layers of each pipeline stage, resolved; one entry per stage."""
-        if self.pipeline.stage_layers is not None:
-            return self.pipeline.stage_layers
-        each, more = divmod(self.model.num_layers, self.parallel.pp)
-        return tuple(each + (stage < more) for stage in range(self.parallel.pp))
+    def chunk_layers(self, num_chunks: int) -> list[int]:
+        """Decoder layers of each of the model's ``num_chunks`` chunks over all ranks, in the model's order.
+
+        Raises:
+            UsageError: ``pipeline.stage_layers`` is written for another number of chunks.
+        """
+        given = self.pipeline.stage_layers
+        if given is None:
+            each, more = divmod(self.model.num_layers, num_chunks)
+            return [each + (chunk < more) for chunk in range(num_chunks)]
+        if len(given) != num_chunks:
+            raise UsageError(f"pipeline.stage_layers {list(given)} has {len(given)} entries, the plan has {num_chunks} chunks")
+        return list(given)
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:

@@ -9,11 +9,25 @@ from pydantic import BaseModel, ValidationError
 
 from qeffect_lm import config_help
 from qeffect_lm.config_yaml import COMMAND_LINE, Layered
+from qeffect_lm.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from qeffect_lm.config import Config
 
 FP8_MULTIPLE = 16  # FP8 tensor cores want 16-byte rows, which are 16 FP8 values
+# Chunks per rank that a schedule can have; () is any number. The schedules themselves are in pipeline.schedules, which the
+# configuration does not import; a test keeps the two equal.
+CHUNKS: dict[str, tuple[int, ...]] = {
+    "1f1b": (1,),
+    "gpipe": (1,),
+    "interleaved-1f1b": (),
+    "zb-h1": (1,),
+    "zb-h2": (1,),
+    "zb-v": (2,),
+    "dualpipev": (2,),
+    "auto": (1, 2),
+}
+OWN_LAG = ("zb-h1", "zb-h2", "zb-v", "dualpipev", "auto")
 
 
 def cross_check(config: Config) -> list[str]:
@@ -70,21 +84,106 @@ def _check_fp8(config: Config) -> Iterator[str]:
 
 
 def _check_pipeline(config: Config) -> Iterator[str]:
-    pp, layers, stages = config.parallel.pp, config.model.num_layers, config.pipeline.stage_layers
+    pipeline, pp, layers = config.pipeline, config.parallel.pp, config.model.num_layers
+    chunks, schedule, stages = pipeline.chunks, pipeline.schedule, pipeline.stage_layers
+    allowed = CHUNKS[schedule]
+    if chunks is not None and allowed and chunks not in allowed:
+        numbers = " or ".join(map(str, allowed))
+        yield (
+            f"pipeline.chunks {chunks}: schedule {schedule} has {numbers} per rank; leave it null, or set "
+            "pipeline.schedule=interleaved-1f1b, which takes any number"
+        )
+        return
+    if schedule in OWN_LAG and pipeline.w_delay:
+        yield f"pipeline.w_delay {pipeline.w_delay}: schedule {schedule} itself sets when W runs; leave w_delay at 0"
+    yield from _check_layers(stages, pp, layers, (chunks,) if chunks else allowed or (2,))
+    yield from _check_auto(config)
+
+
+def _check_layers(stages: tuple[int, ...] | None, pp: int, layers: int, chunks: tuple[int, ...]) -> Iterator[str]:
+    """``chunks``: the numbers of chunks per rank that may come out."""
     if stages is None:
-        if pp > layers:
+        least = pp * min(chunks)
+        if least > layers:
+            what = f"parallel.pp {pp}" + (f" x {min(chunks)} chunks per rank = {least}" if min(chunks) > 1 else "")
             yield (
-                f"parallel.pp {pp} is more than model.num_layers {layers}: lower it, or say in "
-                "pipeline.stage_layers which stages hold no layer"
+                f"{what} is more than model.num_layers {layers}: lower it, take a schedule with fewer chunks, or say in "
+                "pipeline.stage_layers which chunks hold no layer"
             )
         return
     shown = list(stages)
     if any(count < 0 for count in stages):
         yield f"pipeline.stage_layers {shown} has a negative number of layers"
-    if len(stages) != pp:
-        yield f"pipeline.stage_layers {shown} has {len(stages)} entries, parallel.pp is {pp}: one per stage"
+    wanted = [pp * number for number in chunks]
+    if len(stages) not in wanted:
+        each = "one per stage" if chunks == (1,) else f"{' or '.join(map(str, wanted))} are needed, one per chunk"
+        yield f"pipeline.stage_layers {shown} has {len(stages)} entries, parallel.pp is {pp}: {each}"
     if sum(stages) != layers:
         yield f"pipeline.stage_layers {shown} adds up to {sum(stages)}, model.num_layers is {layers}"
+
+
+def _check_auto(config: Config) -> Iterator[str]:
+    """What only ``auto`` takes."""
+    pipeline, pp = config.pipeline, config.parallel.pp
+    costs = pipeline.costs
+    given = {name: value for name, value in costs.model_dump().items() if value is not None}
+    if pipeline.schedule != "auto":
+        wrong = [f"pipeline.costs.{name}" for name in given] + ["pipeline.memory_limit"] * (pipeline.memory_limit is not None)
+        if wrong:
+            schedule = pipeline.schedule
+            yield f"{wrong[0]} has no meaning with pipeline.schedule {schedule}: set it to null, or the schedule to auto"
+        return
+    for name, value in given.items():
+        if name != "t_comm" and (len(value) not in (1, pp) or min(value) < 0 or not sum(value) < float("inf")):
+            yield f"pipeline.costs.{name} {list(value)}: one number from 0 on is needed, or one for each of {pp} ranks"
+            return
+    times = [name for name in ("t_f", "t_i", "t_w") if name in given]
+    if len(times) in (1, 2):
+        yield f"pipeline.costs has {' and '.join(times)} alone: give t_f, t_i and t_w, or none of them to have them measured"
+    elif times and not sum(map(sum, (given[name] for name in times))):
+        yield "pipeline.costs: t_f, t_i and t_w are all zero: there is nothing to schedule"
+    elif not times and "t_comm" in given:
+        yield "pipeline.costs.t_comm needs t_f, t_i and t_w in the same unit: give them, or none to have them measured"
+    yield from _check_limit(pipeline.memory_limit, costs.m_b, costs.m_w)
+
+
+def _check_limit(text: str | None, m_b: tuple[float, ...] | None, m_w: tuple[float, ...] | None) -> Iterator[str]:
+    if m_w is not None and m_b is None:
+        yield "pipeline.costs.m_w needs pipeline.costs.m_b"
+    elif m_b is not None and (min(m_b) <= 0 or any(after > before for before, after in _pairs(m_b, m_w or m_b))):
+        yield f"pipeline.costs: 0 < m_b and m_w <= m_b are needed, not m_b {list(m_b)}, m_w {list(m_w or m_b)}"
+    if text is None:
+        return
+    limit = memory_limit(text)
+    if limit is None:
+        yield f"pipeline.memory_limit {text!r}: a number of M_B such as '2.5', or bytes with a unit such as '40GiB', is needed"
+        return
+    number, in_bytes = limit
+    if not in_bytes and number < 1:
+        yield f"pipeline.memory_limit {text} is below one microbatch (1 M_B), without which no schedule runs; raise it"
+    elif in_bytes and m_b is not None and number < max(m_b):
+        yield (
+            f"pipeline.memory_limit {text} is below one microbatch, which holds pipeline.costs.m_b = {format_bytes(max(m_b))}: "
+            "raise it, or lower data.microbatch_size or data.seq_len"
+        )
+
+
+def _pairs(a: tuple[float, ...], b: tuple[float, ...]) -> Iterator[tuple[float, float]]:
+    """Two numbers per rank; one number stands for all ranks."""
+    ranks = max(len(a), len(b))
+    return zip(a * (ranks if len(a) == 1 else 1), b * (ranks if len(b) == 1 else 1), strict=True)
+
+
+def memory_limit(text: str) -> tuple[float, bool] | None:
+    """(number, whether it is bytes) of ``pipeline.memory_limit``; None where it is neither."""
+    size = parse_bytes(text)
+    if size is not None:
+        return size, True
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return (number, False) if 0 <= number < float("inf") else None
 
 
 def _check_optim(config: Config) -> Iterator[str]:

@@ -22,6 +22,10 @@ def _key(default: Any, description: str, *, on_resume: OnResume, unit: str = "",
     )
 
 
+def _per_rank(description: str, unit: str) -> Any:
+    return _key(None, description, on_resume="warn", unit=unit, strict=False)
+
+
 class RunConfig(Section):
     """the run as a whole"""
 
@@ -153,13 +157,35 @@ class ParallelConfig(Section):
         return self.pp * self.dp * self.tp * self.ep
 
 
+class CostsConfig(Section):
+    """what schedule auto plans with; where null it is measured on the real layers"""
+
+    t_f: tuple[float, ...] | None = _per_rank(
+        "Time of F of one microbatch, all the layers of a rank: one number, or one per pipeline rank. Give t_f, t_i and t_w "
+        "in one unit, or none of them.",
+        "any unit of time",
+    )
+    t_i: tuple[float, ...] | None = _per_rank("Time of I (the input gradient), as t_f.", "as t_f")
+    t_w: tuple[float, ...] | None = _per_rank("Time of W (the weight gradient), as t_f.", "as t_f")
+    t_comm: float | None = _key(
+        None, "Latency of a message between two ranks; with t_f, null is 0.", on_resume="warn", unit="as t_f", ge=0
+    )
+    m_b: tuple[float, ...] | None = _per_rank(
+        "Activation memory that one microbatch of a rank holds after F; null with t_f and a limit in multiples: the same on "
+        "all ranks.",
+        "bytes",
+    )
+    m_w: tuple[float, ...] | None = _per_rank("What of m_b is left after I, until W; null with m_b: all of it.", "bytes")
+
+
 class PipelineConfig(Section):
     """the pipeline's schedule"""
 
-    schedule: Literal["1f1b", "gpipe", "zb-h1", "zb-h2"] = _key(
+    schedule: Literal["1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipev", "auto"] = _key(
         "1f1b",
-        "Order of forward (F), input-gradient (I) and weight-gradient (W) work. ZB-H1 holds as many microbatches on every "
-        "stage as 1F1B on its first, ZB-H2 about twice as many.",
+        "Order of forward (F), input-gradient (I) and weight-gradient (W) work. interleaved-1f1b, zb-v and dualpipev put "
+        "several chunks of the model on a rank. auto: made from measured times within pipeline.memory_limit, saved in the "
+        "checkpoint and used again on resume. docs/schedules.md compares them.",
         on_resume="warn",
     )
     microbatches: int = _key(
@@ -169,21 +195,38 @@ class PipelineConfig(Section):
         unit="microbatches",
         ge=1,
     )
+    chunks: int | None = _key(
+        None,
+        "Chunks of the model on each rank; null: the schedule's own number (one; two for interleaved-1f1b, zb-v and "
+        "dualpipev; auto chooses one or two). interleaved-1f1b takes any number.",
+        on_resume="warn",
+        unit="chunks",
+        ge=1,
+    )
     w_delay: int | None = _key(
         0,
-        "By how many microbatches W trails I; null: the stage's index. ZB-H1 and ZB-H2 set this themselves: leave it 0.",
+        "By how many microbatches W trails I; null: the stage's index. The zero-bubble schedules, dualpipev and auto set "
+        "this themselves: leave it 0.",
         on_resume="warn",
         unit="microbatches",
         ge=0,
     )
     stage_layers: tuple[int, ...] | None = _key(
         None,
-        "Decoder layers of each stage, one number per stage, adding up to model.num_layers; null: even, the "
-        "first stages take one more where it does not divide.",
+        "Decoder layers of each chunk, in the model's order: one number per rank, or with several chunks on a rank one per "
+        "chunk. They add up to model.num_layers; null: even, the first chunks take one more where it does not divide.",
         on_resume="warn",
         unit="layers",
         strict=False,
     )
+    memory_limit: str | None = _key(
+        None,
+        "With auto: the activation memory that a rank may hold, in multiples of what one microbatch of the fullest rank "
+        "holds after F (2.5) or in bytes (40GiB); null: no limit.",
+        on_resume="warn",
+        unit="multiples of M_B, or bytes with their unit",
+    )
+    costs: CostsConfig = Field(default_factory=CostsConfig)
 
 
 class GraphsConfig(Section):

@@ -32,10 +32,10 @@ from pipeline.simulate import Simulation, peak_activations, simulate
 from pipeline.timeline_picture import IDLE, blocks, svg
 from pipeline.timeline_text import MIN_WIDTH, render
 from qeffect_lm.errors import UsageError
+from qeffect_lm.units import parse_bytes
 from tools.common import add_traceback, run_tool
 
 EXACT_OPERATIONS = 40  # up to this many, auto's distance from the optimum is searched
-UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 Numbers = float | tuple[float, ...]
 
 
@@ -185,23 +185,17 @@ def _number(what: str, word: str) -> float:
     return value
 
 
-def _bytes(word: str) -> float | None:
-    """A size written with a unit; None without one."""
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?\d+)?)\s*([KMGT]I?)?B\s*", word, re.IGNORECASE)
-    return float(match[1]) * UNITS[(match[2] or "").upper()] if match else None
-
-
 def _sizes(memory: str, limit: str | None) -> Sizes:
     fields = memory.split(",")
     if len(fields) != 2:
         raise UsageError(f"--memory {memory}: two sizes are needed, MB,MW")
-    sized = [_bytes(field) for field in fields]
+    sized = [parse_bytes(field) for field in fields]
     m_b, m_w = (_number("--memory", one) if size is None else size for one, size in zip(fields, sized, strict=True))
     if m_w > m_b or m_b <= 0:
         raise UsageError(f"--memory {memory}: 0 < MB and MW ≤ MB are needed")
     if limit is None:
         return Sizes(m_b, m_w, None)
-    in_bytes = _bytes(limit)
+    in_bytes = parse_bytes(limit)
     if in_bytes is not None and (m_b, m_w) == (1.0, 1.0):
         raise UsageError("a --memory-limit in bytes needs --memory MB,MW in bytes")
     return Sizes(m_b, m_w, _number("--memory-limit", limit) * m_b if in_bytes is None else in_bytes)

@@ -110,7 +110,7 @@ def make_recipe(config: Config) -> Recipe | None:
 
 
 def make_plan(config: Config) -> Plan:
-    """The configuration's plan, validated."""
+    """The plan of the configuration's named schedule, validated; ``auto`` is made by :mod:`qeffect_lm.app.auto_plan`."""
     pipeline = config.pipeline
     return build_plan(
         pipeline.schedule,
@@ -118,6 +118,7 @@ def make_plan(config: Config) -> Plan:
         pipeline.microbatches,
         pipeline.w_delay,
         config.precision.fp8.window,
+        pipeline.chunks,
     )
 
 
@@ -153,7 +154,7 @@ def assemble(config: Config, mesh: Mesh | None = None, plan: Plan | None = None)
     dtype = DTYPES[config.precision.dtype]
     recipe = make_recipe(config)
     model = build_model(config, recipe, dtype)
-    counts = chunk_layers(config, plan)
+    counts = config.chunk_layers(plan.placement.num_chunks)
     chunks = {i: model.chunk(i, counts) for i in plan.placement.chunks(mesh.coord("pp"))}
     specs = {spec.name: spec for spec in model.parameters()}
 
@@ -214,15 +215,6 @@ def assemble(config: Config, mesh: Mesh | None = None, plan: Plan | None = None)
     return Assembly(
         config, mesh, model, plan, engine, evaluator, flat, optimizer, timeline, cache, ledger, register, transport, trace
     )
-
-
-def chunk_layers(config: Config, plan: Plan) -> list[int]:
-    """Decoder layers per chunk."""
-    counts = list(config.stage_layers())
-    if len(counts) == plan.placement.num_chunks:
-        return counts
-    base, extra = divmod(config.model.num_layers, plan.placement.num_chunks)
-    return [base + (chunk < extra) for chunk in range(plan.placement.num_chunks)]
 
 
 def _flat_storages(chunks: Mapping[int, torch.nn.Module], specs: dict[str, ParameterSpec], dtype: torch.dtype) -> FlatBuffers:

@@ -12,7 +12,7 @@ from models.spec import ParameterSpec
 from pipeline.plan import Plan
 from pipeline.simulate import simulate
 from pipeline.timeline_text import render
-from qeffect_lm.app.assemble import DTYPES, check_supported, chunk_layers, make_plan, make_recipe
+from qeffect_lm.app.assemble import DTYPES, check_supported, make_plan, make_recipe
 from qeffect_lm.app.sources import check_tokenizer
 from qeffect_lm.config import Config
 from qeffect_lm.layers.base import named_parameters
@@ -26,14 +26,14 @@ def describe(config: Config) -> str:
     plan = make_plan(config)
     model = build_model(config, make_recipe(config), DTYPES[config.precision.dtype])
     specs = {spec.name: spec for spec in model.parameters()}
-    counts = chunk_layers(config, plan)
+    counts = config.chunk_layers(plan.placement.num_chunks)
     total = sum(prod(spec.shape) for spec in specs.values())
     tokens = config.data.seq_len * config.data.microbatch_size * plan.microbatches * config.parallel.dp
     result = simulate(plan, 1.0, 1.0, 1.0, 0.0)
     parts = [
         "configuration (resolved)",
         _indent(config.dump_yaml()),
-        f"parameters: {total:,} in {len(specs)} tensors, decoder layers per stage {counts}",
+        f"parameters: {total:,} in {len(specs)} tensors, decoder layers per chunk {counts}",
         f"tokens per step: {tokens:,}; {config.train.steps:,} steps, {tokens * config.train.steps:,} tokens",
         "",
         f"plan {plan.fingerprint()[:16]}",

@@ -50,7 +50,7 @@ def load_for_inference(path: Path) -> tuple[Assembly, int]:
     checkpoint = open_checkpoint(resolve(path))
     saved = {section: dict(values) for section, values in checkpoint.meta["config"].items()}
     saved["parallel"] = {}
-    saved["pipeline"] = {**saved["pipeline"], "stage_layers": None}
+    saved["pipeline"] = {"microbatches": saved["pipeline"]["microbatches"]}  # one chunk on one process
     saved["graphs"] = {"backend": "eager"}
     saved["contract"] = {}
     assembly = assemble(Config.from_dict(saved))

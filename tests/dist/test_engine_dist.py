@@ -91,7 +91,7 @@ def _four_stages_on_two_ranks(rank: int, world: int):
     forward = [[Action(Kind.F, c, i) for c in chunks for i in range(m)] for chunks in ((0, 2), (1, 3))]
     backward = [[Action(kind, c, i) for c in chunks for i in range(m) for kind in "IW"] for chunks in ((2, 0), (3, 1))]
     plan = make_plan("looped", [f + b for f, b in zip(forward, backward, strict=True)], Placement((0, 1, 0, 1)), m)
-    settings = config(parallel__pp=2, pipeline__stage_layers=[2, 2], graphs__backend="host_replay", model__dropout=0.1)
+    settings = config(parallel__pp=2, graphs__backend="host_replay", model__dropout=0.1)
     run = train(settings, 3, mesh=mesh, plan=plan)
     return run.losses, run.norms, run.tensors, run.assembly.evaluator.run(batch(99))
 

@@ -52,9 +52,8 @@ def test_defaults_and_derived_values(file: Path) -> None:
     assert config.precision.fp8.recipe == "none" and config.precision.fp8.history == 16
     assert config.checkpoint_dir() == Path("runs/run/checkpoints")
     assert load_config(file, ["checkpoint.dir=/x"]).checkpoint_dir() == Path("/x")
-    assert config.stage_layers() == (4,)
-    assert load_config(file, ["parallel.pp=3"]).stage_layers() == (2, 1, 1)
-    assert load_config(file, ["parallel.pp=2", "pipeline.stage_layers=[4,0]"]).stage_layers() == (4, 0)
+    assert config.chunk_layers(1) == [4] and config.chunk_layers(3) == [2, 1, 1]
+    assert load_config(file, ["parallel.pp=2", "pipeline.stage_layers=[4,0]"]).chunk_layers(2) == [4, 0]
     assert load_config(file, ["model.head_dim=32"]).model.head_dim == 32
     assert load_config(file, ["parallel.pp=2", "parallel.dp=3"]).parallel.world == 6
 
