@@ -1,0 +1,419 @@
+"""One rank's program, checked in host order: what :func:`pipeline.prove.prove` does for each rank.
+
+Every operation goes through the contract's own classes, as in a run: a :class:`~qeffect_lm.contract.ledger.Ledger` over one
+made-up layer per chunk holds leases, scale epochs, weight versions, gradient writers and stream clocks, and raises as it would
+at run time. What a run sees in the numbers alone is followed here by name: which microbatch each buffer of a slot holds, and
+who is still to read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.effects import Effects
+from pipeline.program import (
+    BEGIN,
+    COMPLETE,
+    END,
+    LAUNCH,
+    RECORD,
+    STEP_WORKS,
+    TRANSFERS,
+    WAIT,
+    Buffer,
+    Op,
+    Program,
+    buffer_text,
+)
+from qeffect_lm.contract.errors import ContractViolation, GradSlotError, PlanError, ScaleOrderError, StaleWeightError
+from qeffect_lm.contract.grads import GradSlot, GradSlots
+from qeffect_lm.contract.leases import Slot
+from qeffect_lm.contract.ledger import Ledger, Summary
+from qeffect_lm.contract.streams import Access, Event
+from qeffect_lm.contract.timeline import Direction, ScaleRole, ScaleTimeline
+from qeffect_lm.contract.versions import WeightVersions
+
+LAYOUTS = ("rows", "columns")
+_DIRECTION = {"F": Direction.FORWARD, "I": Direction.BACKWARD}
+_FIELDS = {  # what a launch must say
+    "F": {"i_slot", "w_slot", "epoch", "version"},
+    "I": {"i_slot", "w_slot", "beta", "epoch", "version"},
+    "W": {"i_slot", "w_slot", "beta"},
+    "STEP": {"version"},
+    "REFRESH": {"epoch", "version"},
+    **dict.fromkeys(("COMMIT", "COMMIT_F", "COMMIT_I"), {"epoch"}),
+    **dict.fromkeys(TRANSFERS, {"peer"}),
+}
+_ALL_FIELDS = ("peer", "i_slot", "w_slot", "beta", "epoch", "version")
+_PHASES = {  # the step's ends run once each and in this order; everything else while the step is "open"
+    "DIVISOR": ("begun", "open"),
+    "SUM": ("open", "summed"),
+    "REDUCE": ("summed", "reduced"),
+    "NORM": ("reduced", "normed"),
+    "GATHER": ("normed", "gathered"),
+    "STEP": ("gathered", "stepped"),
+    "COMMIT": ("stepped", "committed"),
+}
+
+
+class _AnySlot(dict):
+    """Slot 0 for every microbatch: the shape of an access list without its slots."""
+
+    def __missing__(self, key: object) -> int:
+        return 0
+
+
+@dataclass
+class _Held:
+    """What a buffer of a slot holds: a microbatch's value, and the works that are still to read it."""
+
+    microbatch: int
+    owed: set[str]
+    transfer: tuple[str, int, int] | None = None  # that fills it or empties it
+
+
+@dataclass
+class Counts:
+    """How often each property was checked on a rank."""
+
+    leases: int = 0
+    buffers: int = 0
+    scale_reads: int = 0
+    commits: int = 0
+    weight_reads: int = 0
+    accesses: int = 0
+    edges: int = 0
+    workspaces: set[Buffer] = field(default_factory=set)
+    workspace_users: int = 0
+    grad_writes: int = 0
+
+
+class RankCheck:
+    """The state of one rank between two operations. :meth:`run` checks one step; what it leaves is the next one's start."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self._program, self._placement, self._rank = program, program.placement, rank
+        self._chunks = self._placement.chunks(rank)
+        self._last = self._placement.num_chunks - 1
+        self._shapes = Effects(self._placement, rank, _AnySlot(), _AnySlot())
+        self._required: dict[tuple[str, int | None], frozenset] = {}
+        self._ops = [(op, tuple((buffer, Access(access)) for buffer, access in op.accesses)) for op in program.rows[rank]]
+        self._ledger = self._make_ledger()
+        self._events: dict[int, Event] = {}
+        self._held: dict[Buffer, _Held] = {}
+        self._transfers: dict[tuple[str, int, int], bool] = {}  # posted in this step → completed
+        self._reduced: dict[str, tuple[int, int] | None] = {}  # window microbatch: whose amax were merged over replicas
+        self._losses: set[int] = set()
+        self._phase = "ended"
+        self._epochs = dict(self._ledger.timeline.epochs)  # at the step's start
+        self._version = 0
+        self._step = 0
+        self.counts = Counts()
+
+    def _make_ledger(self) -> Ledger:
+        forward, backward = Direction.FORWARD, Direction.BACKWARD
+        roles = [ScaleRole(f"{chunk}.{name}", forward, 1.0) for chunk in self._chunks for name in ("input", "weight")]
+        roles += [ScaleRole(f"{chunk}.grad_output", backward, 1.0) for chunk in self._chunks]
+        timeline = ScaleTimeline(roles, window=self._program.window, history=1)
+        for kind, direction in _DIRECTION.items():
+            everyone = [(kind, chunk, m) for chunk in self._chunks for m in range(self._program.microbatches)]
+            timeline.expect(direction, everyone)
+        weights = [f"{chunk}.weight" for chunk in self._chunks]
+        nothing: Any = None  # no tensor: only the writers are counted
+        slots = [GradSlot(name, nothing) for name in (*weights, *(f"{chunk}.norm" for chunk in self._chunks))]
+        ledger = Ledger(timeline, WeightVersions(weights), GradSlots(slots))
+        ledger.refreshed({name: name for name in weights}, LAYOUTS)
+        return ledger
+
+    # ---- one step ----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Check the program once.
+
+        Raises:
+            PlanError: at the first illegal operation; names rank, position, action and reason.
+        """
+        position = 0
+        try:
+            while position < len(self._ops):
+                self._check(*self._ops[position])
+                position += 1
+            if self._phase != "ended":
+                self._refuse("the program does not end its step")
+        except ContractViolation as error:
+            action = self._ops[position][0].name if position < len(self._ops) else END
+            kind = "" if type(error) is PlanError else f"{type(error).__name__}: "
+            later = "" if self._step < 2 else ", in the step after the first"
+            raise PlanError(f"{kind}{error}{later}", rank=self._rank, position=position, action=action) from None
+
+    def _refuse(self, reason: str) -> None:
+        raise PlanError(reason)
+
+    def _check(self, op: Op, accesses: Sequence[tuple[Buffer, Access]]) -> None:
+        if op.kind == BEGIN:
+            self._begin()
+            return
+        if self._phase == "ended":
+            self._refuse("outside a step")
+        if op.kind == RECORD:
+            assert op.event is not None
+            event = self._ledger.record(op.stream)
+            assert event is not None
+            self._events[op.event] = event
+        elif op.kind == WAIT:
+            event = self._events.get(op.event)  # type: ignore[arg-type]
+            if event is None:
+                self._refuse(f"event e{op.event} was never recorded: the wait would not wait")
+            self._ledger.wait(op.stream, event)
+            self.counts.edges += 1
+        elif op.kind == COMPLETE:
+            self._complete(op)
+        elif op.kind == LAUNCH:
+            self._launch(op, accesses)
+        else:
+            self._end()
+
+    def _begin(self) -> None:
+        if self._phase != "ended":
+            self._refuse("a step begins before the one before it ended")
+        self._ledger.begin_step(self._step)
+        self._step += 1
+        self._phase = "begun"
+        self._epochs = dict(self._ledger.timeline.epochs)
+        self._version = max(self._ledger.versions.versions.values())
+        self._events.clear()
+        self._transfers.clear()
+        self._losses.clear()
+        self._reduced.clear()
+
+    def _end(self) -> None:
+        if self._phase != "refreshed":
+            self._refuse(f"the step ends, and its end has only come to {self._phase!r}")
+        for (work, chunk, microbatch), completed in self._transfers.items():
+            if not completed:
+                self._refuse(f"the step ends, and nobody waited for {chunk}{work}{microbatch}")
+        for buffer, held in self._held.items():
+            if held.owed:
+                readers = " and ".join(sorted(held.owed))
+                self._refuse(f"the step ends, and {buffer_text(buffer)} still holds microbatch {held.microbatch} for {readers}")
+        self._ledger.timeline.check_committed()
+        self._ledger.end_step()
+        self._phase = "ended"
+
+    def _complete(self, op: Op) -> None:
+        key = op.work, *op.key
+        if self._transfers.get(key, True):
+            self._refuse(f"{op.name} {'was completed before' if key in self._transfers else 'was not posted'}")
+        self._transfers[key] = True
+
+    # ---- launches ----------------------------------------------------------------------------------------------
+
+    def _launch(self, op: Op, accesses: Sequence[tuple[Buffer, Access]]) -> None:
+        self._check_form(op, accesses)
+        self._move_phase(op)
+        self._ledger.launch(op.stream, accesses, op.name)  # type: ignore[arg-type]
+        self.counts.accesses += len(accesses)
+        for buffer, access in accesses:
+            if buffer[0] == "workspace":
+                self.counts.workspaces.add(buffer)
+                self.counts.workspace_users += 1
+            elif len(buffer) == 3 and not isinstance(buffer, str):
+                self._touch(op, buffer, access)
+        if op.work in ("F", "I", "W"):
+            self._act(op)
+        elif op.work in TRANSFERS:
+            self._post(op)
+        else:
+            self._account(op)
+
+    def _check_form(self, op: Op, accesses: Sequence[tuple[Buffer, Access]]) -> None:
+        """The work belongs here and says what its kind must say, and it accesses at least what that work accesses."""
+        if op.work not in STEP_WORKS:
+            chunk, microbatch = op.key
+            if chunk not in self._chunks:
+                self._refuse(f"chunk {chunk} does not live on rank {self._rank}")
+            if microbatch >= self._program.microbatches:
+                self._refuse(f"microbatch out of range: the step has {self._program.microbatches} microbatches")
+        said = {name for name in _ALL_FIELDS if getattr(op, name) is not None}
+        if said != _FIELDS.get(op.work, set()):
+            wanted = ", ".join(sorted(_FIELDS.get(op.work, set()))) or "nothing"
+            self._refuse(f"{op.work} says {', '.join(sorted(said)) or 'nothing'}, it must say {wanted}")
+        self._check_place(op)
+        key = op.work, op.chunk
+        required = self._required.get(key)
+        if required is None:
+            shape = self._shapes.launch(op.work, op.chunk, op.microbatch)
+            required = self._required[key] = frozenset(_shape(buffer, access) for buffer, access in shape.accesses)
+        missing = required.difference([_shape(buffer, access) for buffer, access in accesses])
+        if missing:
+            buffer, access = min(missing, key=str)
+            self._refuse(f"{op.work} must declare that it accesses {buffer_text(buffer)} ({access})")
+
+    def _check_place(self, op: Op) -> None:
+        """Work that only some chunks, or only one window, have."""
+        chunk, work = op.chunk, op.work
+        if chunk is not None:
+            neighbour = {"F": chunk + 1, "B": chunk - 1}.get(work[-1], chunk) if work[:4] in ("SEND", "PASS") else chunk
+            if work.startswith("RECV"):
+                neighbour = chunk - 1 if work == "RECV_F" else chunk + 1
+            if not 0 <= neighbour <= self._last:
+                self._refuse(f"chunk {chunk} has nobody to exchange this with")
+            other = self._placement.ranks[neighbour]
+            if work in TRANSFERS and other == self._rank:
+                self._refuse("both chunks live on this rank: nothing is sent")
+            if work in TRANSFERS and op.peer != other:
+                self._refuse(f"chunk {neighbour} lives on rank {other}, not on {op.peer}")
+            if work.startswith("PASS") and other != self._rank:
+                self._refuse(f"chunk {neighbour} lives on rank {other}: its input has to be sent")
+            if work == "LOSS" and chunk != self._last:
+                self._refuse("only the last chunk has a loss")
+        window = "microbatch" if work in ("COMMIT_F", "COMMIT_I", "REDUCE_F", "REDUCE_I") else self._program.window
+        if window != self._program.window or (work == "COMMIT" and window != "step"):
+            self._refuse(f"no {work} in window {self._program.window}")
+
+    def _move_phase(self, op: Op) -> None:
+        if op.work == "REFRESH":
+            before, after = "committed" if self._program.window == "step" else "stepped", "refreshed"
+        else:
+            before, after = _PHASES.get(op.work, ("open", "open"))
+        if self._phase != before:
+            self._refuse(f"{op.name} comes when the step is {before!r}, now it is {self._phase!r}")
+        self._phase = after
+
+    # ---- what buffers hold -------------------------------------------------------------------------------------
+
+    def _readers(self, role: str, chunk: int) -> set[str]:
+        """Who reads a buffer once its value is there."""
+        if role == "retained_W":
+            return {"I", "W"}
+        if role in ("x", "targets"):
+            return {"F", "I"}
+        if role in ("out", "dx"):
+            if role == "out" and chunk == self._last:
+                return {"LOSS"}
+            target = chunk + 1 if role == "out" else chunk - 1
+            way = "SEND" if self._placement.ranks[target] != self._rank else "PASS"
+            return {f"{way}_{'F' if role == 'out' else 'B'}"}
+        return {"F"} if role == "key" else {"I"}
+
+    def _touch(self, op: Op, buffer: Buffer, access: Access) -> None:
+        role, chunk = buffer[0], buffer[1]
+        assert isinstance(role, str) and isinstance(chunk, int)
+        if role == "dy" and chunk == self._last:
+            return  # a constant one
+        self.counts.buffers += 1
+        assert op.microbatch is not None
+        held = self._held.get(buffer)
+        if access is Access.READ or (op.work == "I" and role == "retained_W"):
+            self._read(op, buffer, held)
+            return
+        if held is not None and held.owed:
+            readers = " and ".join(sorted(held.owed))
+            self._refuse(f"{buffer_text(buffer)} is written while it holds microbatch {held.microbatch} for {readers}")
+        if held is not None and held.transfer is not None and not self._transfers.get(held.transfer, True):
+            work, of, microbatch = held.transfer
+            self._refuse(f"{buffer_text(buffer)} is written before {of}{work}{microbatch} was completed")
+        transfer = (op.work, *op.key) if op.work in TRANSFERS else None
+        self._held[buffer] = _Held(op.microbatch, self._readers(role, chunk), transfer)
+
+    def _read(self, op: Op, buffer: Buffer, held: _Held | None) -> None:
+        if held is None or held.microbatch != op.microbatch:
+            holds = "nothing yet" if held is None else f"microbatch {held.microbatch}"
+            self._refuse(f"{op.name} reads {buffer_text(buffer)}, which holds {holds}")
+            return
+        if op.work not in held.owed:
+            self._refuse(f"{op.name} reads {buffer_text(buffer)} and is none of those who have still to read it")
+        if held.transfer is not None and not self._transfers.get(held.transfer, True):
+            self._refuse(f"{op.name} reads {buffer_text(buffer)} before its transfer was completed")
+        held.owed.discard(op.work)
+        if op.work in TRANSFERS:
+            held.transfer = op.work, *op.key
+
+    # ---- accounts ----------------------------------------------------------------------------------------------
+
+    def _act(self, op: Op) -> None:
+        chunk, microbatch = op.key
+        assert op.i_slot is not None and op.w_slot is not None
+        used = {buffer[:2]: buffer[2] for buffer, _ in op.accesses if len(buffer) == 3 and not isinstance(buffer, str)}
+        for name, slot in (("retained_I", op.i_slot), ("retained_W", op.w_slot)):
+            if used.get((name, chunk), slot) != slot:
+                self._refuse(f"{op.name} states slot {slot} and accesses {name} of slot {used[name, chunk]}")
+        direction = _DIRECTION.get(op.work)
+        if direction is not None:
+            self._require_version(op)
+            self.counts.scale_reads += 1
+            self.counts.weight_reads += 1
+            self._reduced[op.work] = None
+        self._ledger.replay(
+            self._summary(op.work, chunk, op.beta),
+            chunk,
+            microbatch,
+            slots=(Slot("I", chunk, op.i_slot), Slot("W", chunk, op.w_slot)),
+            epoch=None if direction is None else self._epochs[direction] + (op.epoch or 0),
+        )
+        self.counts.leases += op.work == "W"
+        self.counts.grad_writes += op.work != "F"
+
+    def _summary(self, kind: str, chunk: int, beta: int | None) -> Summary:
+        """The effects of one linear's part of F, I or W, with a norm's gradient finished in I."""
+        roles = {"F": (f"{chunk}.input",), "I": (f"{chunk}.grad_output",)}.get(kind, ())
+        weights = {"F": ((f"{chunk}.weight", "rows"),), "I": ((f"{chunk}.weight", "columns"),)}.get(kind, ())
+        grads = {"I": (f"{chunk}.norm",), "W": (f"{chunk}.weight",)}.get(kind, ())
+        directions = frozenset([_DIRECTION[kind]] if kind in _DIRECTION else [])
+        return Summary(kind, directions, roles, weights, (f"{chunk}.linear",), grads, beta)
+
+    def _require_version(self, op: Op) -> None:
+        """The version that an operation states, counted from the step's start, is the parameters'."""
+        current = max(self._ledger.versions.versions.values()) - self._version
+        if op.version != current:
+            raise StaleWeightError(f"{op.name} states version {op.version}, the parameters are at {current}")
+
+    def _post(self, op: Op) -> None:
+        key = op.work, *op.key
+        if key in self._transfers:
+            self._refuse(f"{op.name} a second time")
+        self._transfers[key] = False
+
+    def _account(self, op: Op) -> None:
+        ledger, work = self._ledger, op.work
+        if work == "LOSS":
+            self._losses.add(op.key[1])
+        elif work == "REDUCE":  # which already must have them all; from here on none may be written
+            ledger.grads.check_complete(self._program.microbatches)
+        elif work == "SUM" and self._last in self._chunks and len(self._losses) != self._program.microbatches:
+            raise GradSlotError(f"losses are summed when {len(self._losses)} of {self._program.microbatches} are there")
+        elif work == "STEP":
+            ledger.versions.bump()
+            self._require_version(op)
+        elif work == "REFRESH":
+            self._require_version(op)
+            self._require_epoch(op)
+            ledger.refreshed({name: name for name in ledger.versions.versions}, LAYOUTS)
+        elif work.startswith("REDUCE_"):
+            self._reduced[work[-1]] = op.key
+        elif work.startswith("COMMIT"):
+            self._commit(op)
+
+    def _require_epoch(self, op: Op) -> None:
+        current = self._ledger.timeline.epochs[Direction.FORWARD] - self._epochs[Direction.FORWARD]
+        if op.epoch != current:
+            raise ScaleOrderError(f"{op.name} states epoch {op.epoch}, the scales are at {current}")
+
+    def _commit(self, op: Op) -> None:
+        kind = op.work[-1] if op.chunk is not None else ""
+        directions = (_DIRECTION[kind],) if kind else tuple(Direction)
+        if kind and self._reduced.get(kind) != op.key:
+            raise ScaleOrderError(f"{op.name}, and the amax of {op.chunk}{kind}{op.microbatch} was not merged over replicas")
+        assert op.epoch is not None
+        self._ledger.commit(self._epochs[directions[0]] + op.epoch, directions, op.name)
+        self._reduced[kind] = None
+        self.counts.commits += 1
+
+
+def _shape(buffer: Buffer, access: str) -> tuple[Buffer, str]:
+    """An access without its slot, and a workspace without its stream."""
+    if isinstance(buffer, str):
+        return buffer, access
+    return ("workspace" if buffer[0] == "workspace" else buffer[:2]), access
