@@ -273,6 +273,7 @@ class LeaseTable:
         Raises:
             StaleHandleError: the slot has had another owner since.
             WeightGradTwiceError: it was consumed before.
+            WeightGradBeforeInputGradError: I of the layer has not added the output gradient yet.
         """
         record = self._slots[handle.slot]
         if handle.consumed and record.generation == handle.generation:
@@ -288,6 +289,9 @@ class LeaseTable:
                 generation=handle.generation,
                 slot_generation=record.generation,
             )
+        group = self._groups.get((handle.owner.chunk, handle.owner.microbatch))
+        if group is not None and group.layers.get(handle.layer) is LeaseState.FORWARDED:
+            raise _illegal("W", LeaseState.FORWARDED, handle.owner, handle.layer)
         handle.consumed = True
         payload, handle.payload = handle.payload, None  # the table holds no memory that W has read
         return payload

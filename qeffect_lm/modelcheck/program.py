@@ -5,9 +5,10 @@ itself); its accesses are those it states plus those that its hidden-state *work
 operations in the order of launching; a launch comes after whatever the host did before. :class:`Record`, :class:`Wait` and
 :class:`Settle` are the only other edges.
 
-**What an early event means.** An event with ``covers`` vouches for the buffers it lists and for no others: for a buffer it does
-not list, waiting for it is no edge. So which orders are allowed is a question per buffer, through chains too: a full event on the
-waiting stream, a host synchronisation or a launch hands on what the early event vouched for, for its buffers alone.
+**What an early event means.** An event with ``covers`` vouches for the buffers it lists and for no others: for a buffer that
+it does not list, waiting for it is no edge. So which orders are allowed is a question per buffer, through chains too: a full
+event on the waiting stream, a host synchronisation or a launch hands on what the early event vouched for, for its buffers
+alone.
 
 Byte ranges are half open. Two accesses conflict where their ranges overlap, except READ with READ and MAX_MERGE with MAX_MERGE.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 HOST = "host"
 READ, WRITE, MAX_MERGE = "read", "write", "max_merge"
@@ -69,9 +70,9 @@ class Read:
 class Move:
     """F, I or W of a microbatch over its I-slot and W-slot.
 
-    ``epoch``: the scale epoch it needs (None: the step's own). ``silent``: roles whose amax it does not report. ``idle``: it had
-    no work for its gradients and reports EMPTY for them. ``part``: ``open`` and ``close`` are the two ends of an action during
-    which the host does other things.
+    ``epoch``: the scale epoch it needs (None: the step's own). ``silent``: roles whose amax it does not report. ``idle``: it
+    had no work for its gradients and reports EMPTY for them. ``part``: ``open`` and ``close`` are the two ends of an action
+    during which the host does other things.
     """
 
     kind: str
@@ -292,6 +293,7 @@ def w_slot(chunk: int, index: int) -> str:
     return f"slot.W{chunk}.{index}"
 
 
+@cache
 def located(storage: str, kind: str) -> Touch:
     """The access to the bytes of a storage."""
     buffer, lo = _PLACES.get(storage, (storage, 0))
@@ -322,11 +324,10 @@ def _move_uses(move: Move) -> Iterator[tuple[str, str]]:
     if move.kind != "W":
         yield i_slot(move.chunk, move.i_slot), WRITE if move.kind == "F" else READ
         yield f"scale.{DIRECTION_OF[move.kind]}", READ
+        yield f"amax.{DIRECTION_OF[move.kind]}", MAX_MERGE
     yield w_slot(move.chunk, move.w_slot), READ if move.kind == "W" else WRITE
     if move.part == "open":
         return
-    if move.kind != "W":
-        yield f"amax.{DIRECTION_OF[move.kind]}", MAX_MERGE
     if move.reads and move.kind == "I":
         yield f"scale.{FORWARD}", READ
     for weight in sorted({read.weight for read in move.reads}):
