@@ -21,11 +21,14 @@ from qeffect_lm.runtime.install_check import check_installation
 def available() -> dict[str, str]:
     """The tools and the first line of each one's docstring, read without importing them."""
     tools = {}
-    for path in sorted(Path(__file__).parent.glob("[!_]*.py")):
+    folder = Path(__file__).parent
+    modules = {path.stem: path for path in folder.glob("[!_]*.py")}
+    modules |= {path.parent.name: path for path in folder.glob("*/__init__.py")}  # a tool of several files
+    for name, path in sorted(modules.items()):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         has_main = any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)
-        if has_main and path.stem != "cli":
-            tools[path.stem] = (ast.get_docstring(tree) or "").partition("\n")[0]
+        if has_main and name != "cli":
+            tools[name] = (ast.get_docstring(tree) or "").partition("\n")[0]
     return tools
 
 

@@ -27,7 +27,9 @@ def add_traceback(parser: argparse.ArgumentParser) -> None:
 def run_tool(body: Callable[[], int], show_traceback: bool) -> int:
     """Run a tool's body; an error becomes one line on stderr and its exit code."""
     try:
-        return body()
+        code = body()
+        sys.stdout.flush()
+        return code
     except QEffectError as error:
         print(f"error: {error}", file=sys.stderr)
         if show_traceback:
@@ -36,7 +38,8 @@ def run_tool(body: Callable[[], int], show_traceback: bool) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output left
+    except BrokenPipeError:  # the reader of our output left; what is still buffered goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 

@@ -23,6 +23,7 @@ from pipeline.p2p import Transport
 from pipeline.plan import Plan, build_plan
 from pipeline.stage import BorderShape, Stage
 from pipeline.step_end import StepEnd
+from qeffect_lm import __version__
 from qeffect_lm.config import Config
 from qeffect_lm.contract.grads import GradSlot, GradSlots
 from qeffect_lm.contract.ledger import Ledger, Mode
@@ -258,7 +259,8 @@ def _trace_writer(config: Config, mesh: Mesh) -> TraceWriter | None:
     if config.contract.mode != "trace":
         return None
     path = Path(config.contract.trace_file or Path(config.run.dir) / "trace.jsonl")
-    return TraceWriter(path if mesh.world == 1 else path.with_name(f"{path.stem}.rank{mesh.rank}{path.suffix}"))
+    path = path if mesh.world == 1 else path.with_name(f"{path.stem}.rank{mesh.rank}{path.suffix}")
+    return TraceWriter(path, {"rank": mesh.rank, "world": mesh.world, "qeffect_lm": __version__})
 
 
 def _optimizer(config: Config, flat: FlatBuffers) -> AdamW:

@@ -6,13 +6,19 @@ Every violation says *what* (the action and the resource), *where* (layer, micro
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import NamedTuple
+
 from qeffect_lm.errors import QEffectError
 
 
 class ContractViolation(QEffectError):
     """The first illegal action on contract state. ``place`` holds layer, microbatch, versions, ... by name."""
 
+    traced = False  # whether a trace has it already
+
     def __init__(self, message: str, **place: object) -> None:
+        self.message = message
         self.place = {key: value for key, value in place.items() if value is not None}
         where = ", ".join(f"{key}={value}" for key, value in self.place.items())
         super().__init__(f"{message} [{where}]" if where else message)
@@ -58,8 +64,25 @@ class StaleWeightError(ContractViolation):
     """I3: a cached weight whose version or epoch is not the one its reader needs."""
 
 
+class AccessSite(NamedTuple):
+    """One access: the work that made it, ``read``, ``write`` or ``max_merge``, its stream, and bytes [lo, hi) of a buffer."""
+
+    who: str
+    access: str
+    stream: str
+    buffer: Hashable
+    lo: int
+    hi: int
+
+
 class StreamOrderError(ContractViolation):
-    """I4: an access that no recorded edge orders after the last conflicting one."""
+    """I4: an access (``later``) that no recorded edge orders after the last conflicting one (``earlier``)."""
+
+    def __init__(
+        self, message: str, *, earlier: AccessSite | None = None, later: AccessSite | None = None, **place: object
+    ) -> None:
+        super().__init__(message, **place)
+        self.earlier, self.later = earlier, later
 
 
 class GradSlotError(ContractViolation):

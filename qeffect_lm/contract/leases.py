@@ -324,10 +324,11 @@ class LeaseTable:
         held = sum(1 for group in self._groups.values() if group.state is not LeaseState.FREE)
         return {"groups": held, "slots": sum(1 for record in self._slots.values() if record.holder is not None)}
 
-    def w_slot(self, chunk: int, microbatch: int) -> dict[str, Any]:
-        """The W-slot of a microbatch of this step and its generation, for traces."""
-        slot = self._groups[chunk, microbatch].w_slot
-        return {"slot": slot.name, "generation": self._slots[slot].generation}
+    def held(self, chunk: int, microbatch: int) -> tuple[str, int, str, int]:
+        """(I-slot, its generation, W-slot, its generation) of a microbatch of this step, for traces."""
+        group = self._groups[chunk, microbatch]
+        i_slot, w_slot = group.i_slot, group.w_slot
+        return i_slot.name, self._slots[i_slot].generation, w_slot.name, self._slots[w_slot].generation
 
     def generations(self) -> dict[str, int]:
         """Slot generations by name, for traces and tests."""

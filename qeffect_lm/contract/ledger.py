@@ -12,14 +12,15 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NoReturn
 
-from qeffect_lm.contract.errors import LeaseError, ScaleOrderError
+from qeffect_lm.contract.errors import ContractViolation, LeaseError, ScaleOrderError
 from qeffect_lm.contract.grads import GradSlots
 from qeffect_lm.contract.leases import LeaseTable, Slot
 from qeffect_lm.contract.streams import HOST, Access, Event, StreamClock
 from qeffect_lm.contract.timeline import Direction, ScaleTimeline
 from qeffect_lm.contract.trace import TraceWriter
+from qeffect_lm.contract.tracing import Tracer
 from qeffect_lm.contract.versions import WeightVersions
 
 
@@ -46,6 +47,7 @@ class Summary:
     layers: tuple[str, ...] = ()
     grads: tuple[str, ...] = ()
     beta: int | None = None
+    empty: tuple[str, ...] = ()  # those of roles that had no work
 
 
 @dataclass
@@ -60,6 +62,7 @@ class Scope:
     epoch: int = 0
     _layers: list[str] = field(default_factory=list)
     _roles: list[str] = field(default_factory=list)
+    _empty: list[str] = field(default_factory=list)
     _weights: dict[tuple[str, str], None] = field(default_factory=dict)
     _grads: list[str] = field(default_factory=list)
 
@@ -73,19 +76,17 @@ class Scope:
         """The action reads a scale of the epoch it is bound to."""
         if self.ledger.checks:
             self.ledger.timeline.check_reader(self.contributor, role)
-            self.ledger.note(self, "read_scale", role, epoch=self.epoch)
 
     def report_amax(self, role: str) -> None:
         """The action max-merges an amax into the role's open slot."""
         self._roles.append(role)
         if self.ledger.checks:
             self.ledger.timeline.check_reader(self.contributor, role)
-            self.ledger.note(self, "report_amax", role, epoch=self.epoch)
 
     def report_empty(self, role: str) -> None:
         """The role had no work in this action (an idle expert): its slot stays as it is."""
         self._roles.append(role)
-        self.ledger.note(self, "report_empty", role, epoch=self.epoch)
+        self._empty.append(role)
 
     def read_weight(self, name: str, layout: str) -> None:
         """The action reads a cached weight: current version and, in window ``step``, current epoch."""
@@ -94,7 +95,6 @@ class Scope:
             self.ledger.versions.require(
                 name, layout, epoch=self.ledger.weight_epoch(), reader=self._who(), microbatch=self.microbatch
             )
-            self.ledger.note(self, "read_weight", name, layout=layout, version=self.ledger.versions.versions[name])
 
     def retain(self, layer: str, payload: Any) -> None:
         """F leaves the payload of a later W."""
@@ -103,7 +103,6 @@ class Scope:
         leases.retain(self.chunk, self.microbatch, layer, payload)
         if self.ledger.checks:
             leases.advance("F", self.chunk, self.microbatch, layer)
-            self.ledger.note(self, "retain", layer, **leases.w_slot(self.chunk, self.microbatch))
 
     def input_grad_done(self, layer: str) -> Any:
         """I of one layer: gives back the payload that F left, for dY to be added to it."""
@@ -111,7 +110,6 @@ class Scope:
         leases = self.ledger.leases
         if self.ledger.checks:
             leases.advance("I", self.chunk, self.microbatch, layer)
-            self.ledger.note(self, "input_grad_done", layer)
         return leases.handle(self.chunk, self.microbatch, layer).payload
 
     def take_weight_grad(self, layer: str) -> Any:
@@ -121,7 +119,6 @@ class Scope:
         handle = leases.handle(self.chunk, self.microbatch, layer)
         if self.ledger.checks:
             leases.advance("W", self.chunk, self.microbatch, layer)
-            self.ledger.note(self, "weight_grad", layer, slot=handle.slot.name, generation=handle.generation)
         return leases.consume(handle)
 
     def write_grad(self, name: str) -> int:
@@ -130,7 +127,6 @@ class Scope:
         self._grads.append(name)
         if self.ledger.checks:
             self.ledger.grads.write(name, self.beta, self.microbatch)
-            self.ledger.note(self, "write_grad", name, beta=self.beta)
         return self.beta
 
     def _who(self) -> str:
@@ -147,6 +143,7 @@ class Scope:
             tuple(self._layers),
             tuple(self._grads),
             self.beta,
+            tuple(self._empty),
         )
 
 
@@ -168,7 +165,8 @@ class Ledger:
         self.mode = Mode(mode)
         self.timeline, self.versions, self.grads = timeline, versions, grads
         self.leases, self.streams = LeaseTable(), StreamClock()
-        self._trace = trace
+        self._tracer: Tracer | None = None
+        self._attach(trace)
         self._current: Scope | None = None
         self._declared: dict[tuple[str, int], frozenset[str]] = {}
         self.step = 0
@@ -180,8 +178,9 @@ class Ledger:
     def switch(self, mode: Mode | str, trace: TraceWriter | None = None) -> None:
         """Change the mode between two steps (to compare what modes cost on the same objects)."""
         if self._current is not None or self.leases.step is not None:
-            raise LeaseError("the mode changes between steps only", step=self.step)
-        self.mode, self._trace = Mode(mode), trace
+            self._refuse(LeaseError("the mode changes between steps only", step=self.step))
+        self.mode = Mode(mode)
+        self._attach(trace)
 
     def weight_epoch(self) -> int | None:
         """The scale epoch a cached weight must have: in window ``microbatch`` a cache keeps the scale it was made with."""
@@ -199,32 +198,37 @@ class Ledger:
         """
         missing = self._declared.get((kind, chunk), frozenset()).difference(reported)
         if missing:
-            raise ScaleOrderError(
-                f"{chunk}{kind}{microbatch} ended and nobody reported an amax (or EMPTY) of {min(missing)!r}: its scale would "
-                "never move again",
-                role=min(missing),
-                chunk=chunk,
-                microbatch=microbatch,
-                epoch=self.timeline.epochs[_DIRECTION[kind]],
+            self._refuse(
+                ScaleOrderError(
+                    f"{chunk}{kind}{microbatch} ended and nobody reported an amax (or EMPTY) of {min(missing)!r}: its scale "
+                    "would never move again",
+                    role=min(missing),
+                    chunk=chunk,
+                    microbatch=microbatch,
+                    epoch=self.timeline.epochs[_DIRECTION[kind]],
+                )
             )
 
     # ---- the step ----------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
         self.step = step
+        if self._tracer is not None:
+            self._tracer.begin_step(step)
         self.leases.begin_step(step)
         self.timeline.begin_window()
         self.grads.begin_step()
-        self.note(None, "begin_step", str(step))
 
     def end_step(self) -> None:
         """No lease is left, no window is open."""
         if self.checks:
             self.leases.end_step()
+            self.timeline.check_committed()
         else:
             self.leases.abandon()
         self.timeline.close_window()
-        self.note(None, "end_step", str(self.step))
+        if self._tracer is not None:
+            self._tracer.end_step()
 
     def abandon_step(self) -> None:
         """After an exception: nothing of the step stays behind on the host's side."""
@@ -232,9 +236,8 @@ class Ledger:
         self.leases.abandon()
         self.timeline.abandon()
         self.streams.settle()
-        error = sys.exception()
-        why = {} if error is None else {"error": f"{type(error).__name__}: {error}"}
-        self.note(None, "abandon_step", str(self.step), **why)
+        if self._tracer is not None:
+            self._tracer.abandon_step(sys.exception())
 
     # ---- actions -----------------------------------------------------------------------------------------------
 
@@ -254,15 +257,23 @@ class Ledger:
         ``epoch``: the scale epoch that F or I needs by its plan (None: whichever is current).
         """
         if self._current is not None:
-            raise LeaseError(f"{kind} starts inside {self._current.kind}", chunk=chunk, microbatch=microbatch)
+            self._refuse(LeaseError(f"{kind} starts inside {self._current.kind}", chunk=chunk, microbatch=microbatch))
         scope = Scope(self, kind, chunk, microbatch, beta)
+        if self._tracer is not None:
+            self._tracer.begin_action(kind, chunk, microbatch)
         self._enter(kind, chunk, microbatch, slots)
         direction = _DIRECTION.get(kind)
         if direction is not None and self.checks:
             scope.epoch = self.timeline.begin(scope.contributor, direction, epoch=epoch)
         self._current = scope
+        if self._tracer is not None:
+            self._tracer.begin_effects(scope)
         try:
             yield scope
+        except BaseException:
+            if self._tracer is not None:
+                self._tracer.end_action(scope, whole=False)
+            raise
         finally:
             self._current = None
         if direction is not None and self.checks:
@@ -270,6 +281,8 @@ class Ledger:
             self.timeline.end(scope.contributor)
         if self.checks:
             self.leases.finish(kind, chunk, microbatch)
+        if self._tracer is not None:
+            self._tracer.end_action(scope, whole=True)
 
     def replay(
         self,
@@ -285,6 +298,10 @@ class Ledger:
         if not self.checks:
             return
         kind = summary.kind
+        if self._current is not None:
+            self._refuse(LeaseError(f"{kind} starts inside {self._current.kind}", chunk=chunk, microbatch=microbatch))
+        if self._tracer is not None:
+            self._tracer.begin_action(kind, chunk, microbatch)
         self._enter(kind, chunk, microbatch, slots)
         contributor = (kind, chunk, microbatch)
         direction = _DIRECTION.get(kind)
@@ -298,8 +315,8 @@ class Ledger:
         if direction is not None:
             self.timeline.end(contributor)
         self.leases.replay(kind, chunk, microbatch, summary.layers)
-        if self._trace is not None:
-            self._note_summary(summary, chunk, microbatch, bound)
+        if self._tracer is not None:
+            self._tracer.replayed(summary, chunk, microbatch, bound)
 
     def _enter(self, kind: str, chunk: int, microbatch: int, slots: tuple[Slot, Slot] | None) -> None:
         if kind == "F":
@@ -312,11 +329,14 @@ class Ledger:
     def recording(self) -> Iterator[None]:
         """While a graph is captured: scopes record their effects, nothing is checked (a replay will be)."""
         mode, self.mode = self.mode, Mode.OFF
-        trace, self._trace = self._trace, None
+        if self._tracer is not None:
+            self._tracer.silent = True
         try:
             yield
         finally:
-            self.mode, self._trace = mode, trace
+            self.mode = mode
+            if self._tracer is not None:
+                self._tracer.silent = False
 
     def commit(
         self,
@@ -329,7 +349,6 @@ class Ledger:
         """Account for a scale commit that closes ``epoch``."""
         if self.checks:
             self.timeline.commit(epoch, directions, by, calibration=calibration)
-            self.note(None, "commit", by, epoch=epoch, directions=[str(d) for d in directions])
         else:  # the counters are state that checkpoints compare; only the checks are off
             for direction in directions:
                 self.timeline.epochs[direction] = epoch + 1
@@ -342,12 +361,13 @@ class Ledger:
             contributor = ("REFRESH", self.versions.refreshes)
             self.timeline.begin(contributor, Direction.FORWARD, between=True)
             self.timeline.end(contributor)
+        if self._tracer is not None:
+            self._tracer.refresh()
         for name in layers:
             self.versions.refreshed(name, epoch=epoch, layouts=layouts)
         self.versions.refreshes += 1
-        if self._trace is not None:
-            versions = {name: self.versions.versions[name] for name in layers}
-            self.note(None, "refresh", f"{len(layers)} weights", epoch=epoch, versions=versions)
+        if self._tracer is not None:
+            self._tracer.refreshed(layers, epoch)
 
     # ---- streams -----------------------------------------------------------------------------------------------
 
@@ -359,12 +379,13 @@ class Ledger:
         """
         if not self.checks:
             return
+        if self._tracer is not None:
+            self._tracer.launch(stream, accesses, who)
         self.streams.launch(stream)
         for buffer, kind, *span in accesses:
             self.streams.access(stream, buffer, kind, who, *span)
-        if self._trace is not None:
-            named = [[str(buffer), str(kind), *span] for buffer, kind, *span in accesses]
-            self._trace.write({"effect": "launch", "stream": stream, "who": who, "accesses": named})
+        if self._tracer is not None:
+            self._tracer.launched()
 
     def record(self, stream: str, covers: Iterable[Hashable] | None = None) -> Event | None:
         """An event after all work launched on ``stream`` so far (early: for the buffers in ``covers`` only).
@@ -389,31 +410,21 @@ class Ledger:
 
     # ---- trace -------------------------------------------------------------------------------------------------
 
-    def note(self, scope: Scope | None, effect: str, what: str, **values: object) -> None:
-        """Write one effect to the trace (mode ``trace``)."""
-        if self._trace is None:
-            return
-        place = {} if scope is None else {"kind": scope.kind, "chunk": scope.chunk, "microbatch": scope.microbatch}
-        self._trace.write({"effect": effect, "step": self.step, **place, "what": what, **values})
+    def captured(self, graphs: int) -> None:
+        """Say that so many graphs were captured and everything was put back."""
+        if self._tracer is not None:
+            self._tracer.captured(graphs)
 
-    def _note_summary(self, summary: Summary, chunk: int, microbatch: int, epoch: int) -> None:
-        assert self._trace is not None
-        self._trace.write(
-            {
-                "effect": "replay",
-                "step": self.step,
-                "kind": summary.kind,
-                "chunk": chunk,
-                "microbatch": microbatch,
-                "epoch": epoch,
-                **self.leases.w_slot(chunk, microbatch),
-                "layers": list(summary.layers),
-                "roles": list(summary.roles),
-                "weights": [name for name, _ in summary.weights],
-                "grads": list(summary.grads),
-                "beta": summary.beta,
-            }
-        )
+    def _attach(self, writer: TraceWriter | None) -> None:
+        if self._tracer is not None:
+            self._tracer.detach()
+        self._tracer = Tracer(self, writer) if writer is not None and self.mode is Mode.TRACE else None
+
+    def _refuse(self, error: ContractViolation) -> NoReturn:
+        """Raise what the ledger itself finds; its parts' violations are traced where they are raised."""
+        if self._tracer is not None:
+            self._tracer.violation(error)
+        raise error
 
     # ---- state -------------------------------------------------------------------------------------------------
 

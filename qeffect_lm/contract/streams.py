@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from qeffect_lm.contract.errors import StreamOrderError
+from qeffect_lm.contract.errors import AccessSite, StreamOrderError
 
 HOST = "host"
 Clock = dict[str, int]
@@ -164,6 +164,8 @@ class StreamClock:
                     f"{who or kind} ({kind} on stream {stream!r}) is not ordered after {by or past_kind} "
                     f"({past_kind} on stream {other!r}) of buffer {buffer!r}: record an event on {other!r} after it "
                     f"and make {stream!r} wait for it",
+                    earlier=AccessSite(by, str(past_kind), other, buffer, piece.lo, piece.hi),
+                    later=AccessSite(who, str(kind), stream, buffer, piece.lo, piece.hi),
                     buffer=buffer,
                     stream=stream,
                     other_stream=other,

@@ -169,7 +169,7 @@ def test_a_released_slot_is_given_to_the_next_with_a_new_generation():
     move(leases, "I", 0)
     forward(leases, 1, I0, W1)  # I freed the I-slot, W's is still held
     assert leases.generations() == {"I0.0": 2, "W0.0": 1, "W0.1": 1}
-    assert leases.w_slot(0, 1) == {"slot": "W0.1", "generation": 1}
+    assert leases.held(0, 1) == ("I0.0", 2, "W0.1", 1)
 
 
 @pytest.mark.parametrize(

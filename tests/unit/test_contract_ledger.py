@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -331,11 +329,12 @@ def test_recording_checks_and_traces_nothing_and_ends_in_any_case(tmp_path):
     with pytest.raises(ZeroDivisionError):
         with driver.ledger.recording():
             assert not driver.ledger.checks
-            driver.ledger.note(None, "x", "y")
+            driver.ledger.versions.bump()
+            fails(StaleWeightError, lambda: driver.ledger.versions.require(WEIGHTS[0], "rows", epoch=0))
             raise ZeroDivisionError
     assert driver.ledger.mode is Mode.TRACE and driver.ledger.checks
     assert (tmp_path / "t.jsonl").read_text() == before
-    driver.ledger.note(None, "x", "y")
+    driver.ledger.versions.bump()
     assert (tmp_path / "t.jsonl").read_text() != before
 
 
@@ -375,78 +374,6 @@ def full_step_unchecked(driver: Driver, step: int) -> None:
 def test_an_unknown_mode_is_refused():
     with pytest.raises(ValueError):
         Driver(mode="lenient")
-
-
-def test_trace_writes_every_effect_in_order(how, tmp_path):
-    """Mode trace: checks as ``enforce``, and one JSON line per effect, numbered, with its place."""
-    path = tmp_path / "deep" / "trace.jsonl"
-    driver = Driver(how, mode="trace", trace=TraceWriter(path))
-    full_step(driver, 4, 0)
-    driver.ledger.launch("compute", [(("x", 0, 1), Access.READ), ("amax", Access.MAX_MERGE)], "0F0")
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["n"] for line in lines] == list(range(len(lines)))
-    effects = [line["effect"] for line in lines]
-    refresh, begin = effects.index("refresh"), effects.index("begin_step")
-    assert refresh < begin < effects.index("commit") < effects.index("end_step")
-    assert lines[refresh]["versions"] == dict.fromkeys(WEIGHTS, 0) and lines[refresh]["epoch"] == 0
-    last = [line for line in lines if line["effect"] == "refresh"][-1]
-    assert last["versions"] == dict.fromkeys(WEIGHTS, 1) and last["epoch"] == 1
-    assert lines[-1] == {
-        "n": lines[-1]["n"],
-        "effect": "launch",
-        "stream": "compute",
-        "who": "0F0",
-        "accesses": [["('x', 0, 1)", "read"], ["amax", "max_merge"]],
-    }
-    if how == "replay":
-        replays = [line for line in lines if line["effect"] == "replay"]
-        assert [(r["kind"], r["microbatch"], r["beta"]) for r in replays][:3] == [
-            ("F", 0, None),
-            ("F", 1, None),
-            ("I", 0, 0),
-        ]
-        assert replays[-1]["slot"] == "W0.1" and replays[-1]["generation"] == 1 and replays[-1]["layers"] == ["b", "a"]
-        assert replays[0]["weights"] == list(WEIGHTS) and replays[0]["roles"] == ["a.input", "b.input"]
-    else:
-        first = [line["effect"] for line in lines if line.get("microbatch") == 0]
-        assert first == (
-            ["read_scale", "report_amax", "read_weight", "retain"] * 2
-            + ["read_scale", "report_amax", "read_weight", "input_grad_done"] * 2
-            + ["write_grad"]
-            + ["weight_grad", "write_grad"] * 2
-        )
-        retain = next(line for line in lines if line["effect"] == "retain" and line["microbatch"] == 1)
-        assert (retain["what"], retain["slot"], retain["generation"], retain["step"]) == ("a", "W0.1", 1, 4)
-    driver.ledger.begin_step(9)
-    fails(NotForwardedError, driver.act, "I", 0)
-
-
-def test_trace_says_why_a_step_was_abandoned(tmp_path):
-    driver = Driver(mode="trace", trace=TraceWriter(tmp_path / "t.jsonl"))
-    driver.ledger.begin_step(3)
-    try:
-        driver.act("W", 0)
-    except NotForwardedError:
-        driver.ledger.abandon_step()
-    driver.ledger.abandon_step()
-    first, second = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()][-2:]
-    assert first["step"] == 3 and first["error"].startswith("NotForwardedError: W of a microbatch")
-    assert "error" not in second
-
-
-def test_a_closed_trace_takes_no_more(tmp_path):
-    path = tmp_path / "t.jsonl"
-    writer = TraceWriter(path)
-    writer.write({"effect": "x", "what": Slot("I", 0, 1)})
-    writer.close()
-    writer.close()
-    writer.write({"effect": "y"})
-    assert path.read_text() == '{"n": 0, "effect": "x", "what": ["I", 0, 1]}\n'
-    again = TraceWriter(path)
-    again.write({"effect": "z", "what": Access.READ, "odd": object})
-    again.close()
-    lines = path.read_text().splitlines()
-    assert len(lines) == 2 and json.loads(lines[1])["what"] == "read"
 
 
 # ---- streams -----------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
 import weakref
 from collections import Counter
@@ -18,6 +17,7 @@ from qeffect_lm.app.assemble import Assembly, assemble
 from qeffect_lm.contract.errors import GradSlotError, StaleWeightError
 from qeffect_lm.contract.ledger import Mode
 from qeffect_lm.contract.timeline import EMPTY
+from qeffect_lm.contract.trace import read_trace
 from qeffect_lm.errors import QEffectError
 from qeffect_lm.fp8.quantise import E4M3, E5M2
 from qeffect_lm.fp8.recipes import DelayedScaling
@@ -434,23 +434,23 @@ def test_mode_off_trains_the_same(backend):
 
 
 def test_mode_trace_trains_the_same_and_writes_all_of_it(backend, tmp_path: Path):
-    """One JSON object a line, numbered without a gap; every action of every step is there, in the plan's
-    order.
-    """
+    """Every action of every step is there, in the plan's order, with its layers and gradients, and every edge."""
     path = tmp_path / "trace.jsonl"
     assembly = make(backend, contract__mode="trace", contract__trace_file=str(path))
     results = [step(assembly, number) for number in range(3)]
     assert_as_reference(assembly, results, 0, 1, 2)
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert [line["n"] for line in lines] == list(range(len(lines)))
-    effects = Counter(line["effect"] for line in lines)
-    assert (effects["begin_step"], effects["end_step"], effects["refresh"], effects["commit"]) == (3, 3, 4, 4)
+    (run,), remarks = read_trace(path)
+    effects = Counter(record["effect"] for record in run.records)
+    assert remarks == [] and run.about["rank"] == 0 and run.about["world"] == 1
+    counted = [effects[name] for name in ("begin_step", "end_step", "refresh", "commit", "bump", "capture")]
+    assert counted == [3, 3, 4, 4, 3, int(backend == "host_replay")]
     plan = [str(action) for action in assembly.engine.actions if action.is_compute]
-    if backend == "host_replay":
-        ran = [f"{r['chunk']}{r['kind']}{r['microbatch']}" for r in lines if r["effect"] == "replay"]
-        assert ran == plan * 3
-    else:
-        assert effects["retain"] == effects["input_grad_done"] == effects["weight_grad"] == 3 * 4 * (FP8_LINEARS + 1)
-        assert effects["write_grad"] == 3 * 4 * len(assembly.flat.trainable_names)
-    launched = [line["who"] for line in lines if line["effect"] == "launch" and line["who"] in plan]
+    acts = [r for r in run.records if r["effect"] == ("replay" if backend == "host_replay" else "action")]
+    assert [f"{r['chunk']}{r['kind']}{r['microbatch']}" for r in acts] == plan * 3
+    assert all(len(r["layers"]) == FP8_LINEARS + 1 for r in acts)
+    written = [name for r in acts[: len(plan)] for name in r["grads"]]
+    assert sorted(written) == sorted(4 * list(assembly.flat.trainable_names))
+    launched = [r["who"] for r in run.records if r["effect"] == "launch" and r["who"] in plan]
     assert list(dict.fromkeys(launched)) == plan
+    between = {(r["source"], r["stream"]) for r in run.records if r["effect"] == "wait"}
+    assert {("compute", "collective"), ("collective", "compute")} <= between
