@@ -26,17 +26,31 @@ CHUNKS = (0, 1)
 _VIEW = torch.zeros(1)
 
 
-def eager_only(program: p.Program) -> bool:
-    """A graph is launched whole, reports what it reported at capture and keeps no handles."""
+def ways(program: p.Program) -> tuple[str, ...]:
+    """How the program can be executed: a graph is launched whole, reports what it reported at capture, keeps no handles."""
     works = [op.work for op in program.ops if isinstance(op, p.Launch)]
-    return any(isinstance(w, p.Consume) or (isinstance(w, p.Move) and (w.part != "whole" or w.silent)) for w in works)
+    if any(isinstance(work, p.Consume) for work in works):
+        return ("eager",)
+    return ("eager", "mixed" if _eager_keys(program) else "replay")
+
+
+def _eager_keys(program: p.Program) -> frozenset[tuple[int, int]]:
+    """The microbatches with an action that no graph does."""
+    works = [op.work for op in program.ops if isinstance(op, p.Launch)]
+    return frozenset(w.key for w in works if isinstance(w, p.Move) and (w.part != "whole" or w.silent))
+
+
+def _keys(program: p.Program) -> frozenset[tuple[int, int]]:
+    return frozenset(op.work.key for op in program.ops if isinstance(op, p.Launch) and isinstance(op.work, p.Move))
 
 
 class Driver:
-    """A ledger with two FP8 linears per chunk. ``how``: ``eager`` (scopes) or ``replay`` (summaries)."""
+    """A ledger with two FP8 linears per chunk. ``how``: ``eager`` (scopes), ``replay`` (summaries) or ``mixed`` (summaries
+    where a microbatch's actions can be graphs)."""
 
     def __init__(self, program: p.Program, how: str) -> None:
-        self.program, self.how = program, how
+        self.program = program
+        self.graphs = {"eager": (), "replay": _keys(program), "mixed": _keys(program) - _eager_keys(program)}[how]
         timeline = ScaleTimeline(ROLES, window=program.window, history=1)
         grads = GradSlots(GradSlot(name, _VIEW) for name in p.GRADS)
         self.ledger = Ledger(timeline, WeightVersions(p.WEIGHTS), grads)
@@ -104,7 +118,7 @@ class Driver:
     # ---- F, I, W -----------------------------------------------------------------------------------------------
 
     def move(self, move: p.Move) -> None:
-        if self.how == "replay":
+        if move.key in self.graphs:
             self.replay(move)
             return
         if move.part != "close":

@@ -23,7 +23,7 @@ from qeffect_lm.contract.leases import LeaseTable
 from qeffect_lm.contract.streams import StreamClock
 from qeffect_lm.modelcheck.program import Launch, Program
 from qeffect_lm.modelcheck.verdict import Verdict, judge
-from tests.unit.program_driver import Driver, eager_only
+from tests.unit.program_driver import Driver, ways
 from tests.unit.random_programs import MAX_ACTIONS, minimal, random_program
 
 PACKAGE = Path(qeffect_lm.modelcheck.__file__).parent
@@ -44,9 +44,9 @@ KINDS = {  # every error that a step's actions can meet
 
 
 def disagreement(program: Program, verdict: Verdict | None = None) -> str | None:
-    """How ledger and simulator differ about a program, eagerly and from summaries; None: they agree."""
+    """How ledger and simulator differ about a program, in every way to execute it; None: they agree."""
     verdict = verdict or judge(program)
-    for how in ("eager",) if eager_only(program) else ("eager", "replay"):
+    for how in ways(program):
         refused = Driver(program, how).run()
         place, kind = (None, "") if refused is None else (refused[0], type(refused[1]).__name__)
         if place != verdict.first or (place is not None and kind not in verdict.reasons):
