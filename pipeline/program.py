@@ -152,19 +152,20 @@ def parse_op(line: str) -> Op:
             stream, event = words
             return Op(kind, stream, event=int(event.removeprefix("e")))
         if kind == COMPLETE:
-            work = _named(*words)
+            work = parse_name(*words)
             if work["work"] not in TRANSFERS:
                 raise ValueError("only transfers are completed")
-            return Op(kind, **work)  # type: ignore[arg-type]
+            return Op(kind, **work)
         if kind == LAUNCH:
             stream, name, *fields = words
-            return Op(kind, stream, **_named(name), **_numbers(fields), accesses=_accesses(tail.split()))  # type: ignore[arg-type]
+            return Op(kind, stream, **parse_name(name), **_numbers(fields), accesses=_accesses(tail.split()))  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         raise ValueError(f"{line!r} is no operation of a program: {error}") from None
     raise ValueError(f"{line!r} is no operation of a program: it begins with one of {', '.join(KINDS)}")
 
 
-def _named(name: str) -> dict[str, object]:
+def parse_name(name: str) -> dict[str, Any]:
+    """Work, chunk and microbatch of a name such as ``0F1``, as fields of an :class:`Op`. Raises ValueError."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"{name!r} is no work")

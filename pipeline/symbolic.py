@@ -214,10 +214,10 @@ class Simulator:
     ) -> Hashable:
         name, work, before = _role(buffer), op.work, old[buffer]
         kind = str(name[0] if isinstance(name, tuple) else name)
-        if access == "max_merge":
-            return before[0] | {(_key(op), self._term(work, op.chunk, "amax", reads))}, False  # type: ignore[index]
         if kind.startswith("amax"):
-            return (frozenset(), False) if work.startswith("COMMIT") else (before[0], True)  # type: ignore[index]
+            return self._amax(op, access, reads, before)
+        if access == "max_merge":  # of something that is no amax
+            return ((kind, self._term(work, name, reads, before)),)
         if kind.startswith("scales"):
             return self._rolled(dict(before), old.get(f"amax_{kind[7:]}"), old.get("skip"))  # type: ignore[call-overload]
         if kind.startswith("grads"):
@@ -225,14 +225,23 @@ class Simulator:
                 return (self._term("reduced", before),)
             part = self._term(work, op.chunk, name, reads)
             return (*before, part) if op.beta else (part,)  # type: ignore[misc]
-        if work == "LOSS":
-            return tuple(sorted({**dict(before), op.microbatch: reads}.items()))  # type: ignore[call-overload]
+        if kind == "losses":
+            return tuple(sorted({**dict(before), str(op.microbatch): reads}.items()))  # type: ignore[call-overload]
         if work.startswith("PASS"):
             return next((value for other, value in old.items() if "read" in _of(op, other)), None)
         if work in ("INPUT", "DIVISOR"):
             return self._term("data", name, step, op.microbatch)
         both = before if work in ("REDUCE", "NORM", "STEP") or (work == "I" and kind == "retained_W") else None
         return self._term(work, op.chunk, name, reads, both)
+
+    def _amax(self, op: Op, access: str, reads: tuple, before: Any) -> Hashable:
+        """(what was reported to which role, whether replicas were asked since)."""
+        mine = (_key(op), self._term(op.work, op.chunk, "amax", reads))
+        if access == "max_merge":
+            return before[0] | {mine}, False
+        if op.work.startswith("COMMIT"):
+            return frozenset(), False
+        return (before[0], True) if op.work.startswith("REDUCE") else (frozenset([mine]), False)
 
     def _rolled(self, scales: dict, amax: Any, skip: Hashable) -> Hashable:
         """A commit: the roles that somebody reported move on, from what was reported and whether replicas were asked."""
