@@ -11,6 +11,7 @@ import torch
 from pipeline.engine import Engine, StepInput
 from pipeline.p2p import gather_rows
 from pipeline.stage import MicrobatchSlot
+from qeffect_lm.errors import UsageError
 from qeffect_lm.layers.context import Phase
 from qeffect_lm.runtime.rng import restore_generators, save_generators
 
@@ -26,10 +27,17 @@ class Evaluator:
         """Mean loss in nats per valid token over all microbatches of ``batch``; the same number on every rank.
 
         Raises:
+            UsageError: microbatches of another shape than the pipeline's buffers have.
             PeerLostError: a neighbour died.
         """
         engine = self._engine
         ledger = engine.ledger
+        shape = next(iter(engine.stages.values())).shape
+        if tuple(batch.inputs.shape[1:]) != (shape.batch, shape.sequence):
+            raise UsageError(
+                f"evaluation on microbatches of {list(batch.inputs.shape[1:])} tokens, the pipeline's buffers hold "
+                f"{[shape.batch, shape.sequence]}: use data.microbatch_size sequences of data.seq_len"
+            )
         if ledger.checks:
             reads = tuple((name, "rows") for name in engine.cache.names)
             ledger.versions.require_all(reads, epoch=ledger.weight_epoch(), reader="evaluation")

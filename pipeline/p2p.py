@@ -1,12 +1,23 @@
-"""Point-to-point transfers between stages.
+"""Point-to-point transfers between stages, over gloo and NCCL alike.
 
-Each direction (activations forward, gradients backward) has a process group of its own, so that with two ranks, where the
-previous and the next peer are the same, the directions never mix. Messages carry a tag made of chunk and microbatch. A
-pending transfer keeps a reference to its buffer until it completed.
+Each queue of a plan (:class:`pipeline.rendezvous.Queue`: source, destination, direction) has a process group of its own, of
+its two ranks, and so a communicator of its own. That matters where the previous and the next peer are the same rank, on a V
+or with interleaved chunks, and most of all on NCCL, which ignores tags and runs the transfers of one communicator one after
+the other in the order in which each side issued them: with one communicator for both ways, a rank that issues send, receive
+while its peer does the same would never finish. With one for each queue only the queue's order counts, and that is the plan's
+at both ends (:mod:`pipeline.validate`); no transfer needs to be batched with another.
+
+Every communicator is used once when it is made. NCCL connects at the first use, and the host waits there for the peer: left to
+the first step, a receive posted ahead could wait for a send that waits for it.
+
+On gloo a wait blocks the host, and the messages carry a tag made of chunk and microbatch as well. On NCCL a wait makes the
+current stream wait; a dead peer is found by NCCL's own watchdog after the same time-out. A pending transfer keeps a reference
+to its buffer until it completed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -14,10 +25,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipeline.actions import SENDS
+from pipeline.plan import Plan
+from pipeline.rendezvous import Queue, queue_of
 from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.parallel.peers import PeerLostError, naming
 
-__all__ = ["PeerLostError", "Pending", "Transport", "gather_rows"]
+__all__ = ["PeerLostError", "Pending", "Transport", "gather_rows", "queues_of"]
 
 
 @dataclass
@@ -32,7 +46,7 @@ class Pending:
     done: bool = field(default=False)
 
     def wait(self) -> None:
-        """Block the host until the transfer completed.
+        """On the CPU block the host until the transfer completed; on a GPU make the current stream wait for it.
 
         Raises:
             PeerLostError: names the peer's rank and the transfer.
@@ -40,56 +54,80 @@ class Pending:
         if self.done:
             return
         with naming([self.peer], self.what, self.timeout.total_seconds()):
-            self.work.wait(self.timeout)
+            if self.buffer.is_cuda:
+                self.work.wait()  # with a time-out of its own it would block the host
+            else:
+                self.work.wait(self.timeout)
         self.done = True
 
 
+def queues_of(plan: Plan) -> list[Queue]:
+    """The queues that a plan sends on, in one order on all ranks. Evaluation and calibration use the same ones."""
+    return sorted({queue_of(action, plan.placement) for row in plan.actions for action in row if action.kind in SENDS})
+
+
 class Transport:
-    """Sends and receives along the pipeline axis of a mesh, over gloo.
+    """Sends and receives along the pipeline axis of a mesh. Made by all ranks of the mesh together.
 
     Args:
         mesh: its pipeline peers are the ends.
-        microbatches: per step, for tags.
+        queues: what will be used, between pipeline ranks; the same on all ranks of the mesh.
+        microbatches: the most of a step or an evaluation, for tags.
         timeout: seconds to wait for a peer.
+        device: of the tensors that will be sent.
+
+    Raises:
+        PeerLostError: a peer did not come.
     """
 
-    def __init__(self, mesh: Mesh, microbatches: int, timeout: float) -> None:
+    def __init__(
+        self, mesh: Mesh, queues: Iterable[Queue], microbatches: int, timeout: float, device: torch.device | str = "cpu"
+    ) -> None:
         self._mesh, self._microbatches = mesh, microbatches
         self._timeout = timedelta(seconds=timeout)
-        self._groups: dict[str, Any] = {}
-        if mesh.size("pp") > 1:
-            lines = sorted({tuple(_line(mesh, rank)) for rank in range(mesh.world)})
-            for line in lines:
-                for direction in ("F", "B"):
-                    group = dist.new_group(list(line), timeout=self._timeout)
-                    if mesh.rank in line:
-                        self._groups[direction] = group
+        self._groups: dict[Queue, Any] = {}
+        for queue in sorted(queues):  # one order on all ranks: nobody waits in a circle
+            self._make_group(queue)
+        for queue in sorted(self._groups):
+            self._connect(queue, torch.device(device))
+
+    def _make_group(self, queue: Queue) -> None:
+        """A process group for a queue, in this pipeline and in those of the other replicas; all ranks call it alike."""
+        lines = sorted({tuple(Mesh(self._mesh.sizes, rank).peers("pp")) for rank in range(self._mesh.world)})
+        for line in lines:
+            ends = sorted((line[queue.src], line[queue.dst]))
+            group = dist.new_group(ends, timeout=self._timeout)
+            if self._mesh.rank in ends:
+                self._groups[queue] = group
+
+    def _connect(self, queue: Queue, device: torch.device) -> None:
+        """One message from a queue's source to its destination."""
+        source, destination = (self._mesh.rank_at(pp=end) for end in (queue.src, queue.dst))
+        token = torch.zeros(1, device=device)
+        with naming([source + destination - self._mesh.rank], f"connecting rank {source} to rank {destination}"):
+            if self._mesh.rank == source:
+                dist.send(token, destination, group=self._groups[queue])
+            else:
+                dist.recv(token, source, group=self._groups[queue])
 
     def send(self, tensor: torch.Tensor, stage_rank: int, direction: str, chunk: int, microbatch: int) -> Pending:
         """Start sending ``tensor`` of ``chunk`` to pipeline rank ``stage_rank``."""
-        peer = self._mesh.rank_at(pp=stage_rank)
-        tag = chunk * self._microbatches + microbatch
-        what = f"SEND_{direction} of chunk {chunk}, microbatch {microbatch}"
-        work = self._start(dist.isend, tensor, peer, direction, tag, what)
-        return Pending(peer, what, work, tensor, self._timeout)
+        queue = Queue(self._mesh.coord("pp"), stage_rank, direction)
+        return self._start(dist.isend, "SEND", queue, stage_rank, tensor, chunk, microbatch)
 
     def receive(self, tensor: torch.Tensor, stage_rank: int, direction: str, chunk: int, microbatch: int) -> Pending:
         """Start receiving into ``tensor`` what pipeline rank ``stage_rank`` sends as its ``chunk``."""
+        queue = Queue(stage_rank, self._mesh.coord("pp"), direction)
+        return self._start(dist.irecv, "RECV", queue, stage_rank, tensor, chunk, microbatch)
+
+    def _start(
+        self, call: Any, word: str, queue: Queue, stage_rank: int, tensor: torch.Tensor, chunk: int, microbatch: int
+    ) -> Pending:
         peer = self._mesh.rank_at(pp=stage_rank)
-        tag = chunk * self._microbatches + microbatch
-        what = f"RECV_{direction} of chunk {chunk}, microbatch {microbatch}"
-        work = self._start(dist.irecv, tensor, peer, direction, tag, what)
-        return Pending(peer, what, work, tensor, self._timeout)
-
-    def _start(self, call: Any, tensor: torch.Tensor, peer: int, direction: str, tag: int, what: str) -> Any:
+        what = f"{word}_{queue.direction} of chunk {chunk}, microbatch {microbatch}"
         with naming([peer], what):
-            return call(tensor, peer, group=self._groups[direction], tag=tag)
-
-
-def _line(mesh: Mesh, rank: int) -> list[int]:
-    """The ranks of the pipeline that ``rank`` belongs to."""
-    other = Mesh(mesh.sizes, rank)
-    return other.peers("pp")
+            work = call(tensor, peer, group=self._groups[queue], tag=chunk * self._microbatches + microbatch)
+        return Pending(peer, what, work, tensor, self._timeout)
 
 
 def gather_rows(rows: torch.Tensor, mine: torch.Tensor, mesh: Mesh, axis: str) -> None:

@@ -19,7 +19,7 @@ from pipeline.calibrate import calibrate
 from pipeline.capture import capture
 from pipeline.engine import Engine
 from pipeline.evaluate import Evaluator
-from pipeline.p2p import Transport
+from pipeline.p2p import Transport, queues_of
 from pipeline.plan import Plan, build_plan
 from pipeline.stage import BorderShape, Stage
 from pipeline.step_end import StepEnd
@@ -196,7 +196,8 @@ def assemble(config: Config, mesh: Mesh | None = None, plan: Plan | None = None)
     stages = _stages(config, plan, mesh, chunks, flat, divisor, dtype)
     transport = None
     if plan.num_ranks > 1:
-        transport = Transport(mesh, max(plan.microbatches, config.train.eval_microbatches), config.launch.timeout_seconds)
+        most = max(plan.microbatches, config.train.eval_microbatches)
+        transport = Transport(mesh, queues_of(plan), most, config.launch.timeout_seconds)
     engine = Engine(
         plan=plan,
         mesh=mesh,

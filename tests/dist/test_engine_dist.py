@@ -13,6 +13,7 @@ from checkpoint.resume import check_replicas
 from pipeline.actions import Action, Kind
 from pipeline.p2p import Transport
 from pipeline.plan import make_plan
+from pipeline.rendezvous import Queue
 from pipeline.schedules import Placement
 from qeffect_lm.app.assemble import assemble
 from qeffect_lm.contract.errors import ResumeError
@@ -107,7 +108,8 @@ def test_two_ranks_four_stages():
 
 def _many_on_one_edge(rank: int, world: int):
     """Both ranks start all their sends before any receive, and wait in another order than they sent."""
-    transport = Transport(Mesh({"pp": 2}, rank), 8, 60.0)
+    queues = [Queue(a, b, direction) for a, b in ((0, 1), (1, 0)) for direction in "FB"]
+    transport = Transport(Mesh({"pp": 2}, rank), queues, 8, 60.0)
     other = 1 - rank
     sent = [
         transport.send(torch.full((1 << 18,), 100.0 * rank + 10 * i + (direction == "B")), other, direction, 0, i)

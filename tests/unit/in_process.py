@@ -130,7 +130,8 @@ class Ranks:
     def __init__(self, settings: Config, monkeypatch: pytest.MonkeyPatch, *, when: str = "late") -> None:
         self.world = settings.parallel.pp
         self.wire = Wire(when)
-        monkeypatch.setattr("pipeline.step_end.gather_rows", self._gather)
+        for module in ("step_end", "evaluate"):
+            monkeypatch.setattr(f"pipeline.{module}.gather_rows", self._gather)
         self.transports = [FakeTransport(self.wire, rank) for rank in range(self.world)]
         self.parts: list[Assembly] = []
         for rank, transport in enumerate(self.transports):
