@@ -12,6 +12,7 @@ from tests.tiny import batch, config
 from tools.cli import available
 from tools.explain import main
 
+pytestmark = pytest.mark.xdist_group("explain")  # the traces are made once
 LAYER = "layers.0.mlp.down"
 
 

@@ -105,12 +105,17 @@ class Rank:
                 while n != -1:
                     way.append(n)
                     n = came[n]
-                return [n for n in way if self.records[n]["effect"] in ("wait", "settle", "capture")]
+                pairs = zip(way, [None, *way], strict=False)  # with what came before: a wait counts where its event did
+                return [n for n, before in pairs if self._crosses(n, before)]
             for before, covers in self.edges.get(n, ()):
                 if before >= earlier and before not in came and (covers is None or buffer in covers):
                     came[before] = n
                     queue.append(before)
         return None
+
+    def _crosses(self, n: int, before: int | None) -> bool:
+        record = self.records[n]
+        return record["effect"] in ("settle", "capture") or (record["effect"] == "wait" and record.get("event") == before)
 
     def site(self, n: int, site: Record | None) -> Touch | None:
         """The access that a violation with number ``n`` names: the newest one before it that fits."""

@@ -120,8 +120,8 @@ class _Drawing:
         elif effect == "wait":
             self._edge(record)
         elif effect == "violation":
-            if found is not None and record is found[1] and not any(box["red"] for box in self.boxes):
-                self._box(record, HOST, record["doing"] or record["class"], "host", [record["message"]], red=True)
+            if self.told is not None and found is not None and record is found[1] and self.told.refused is None:
+                self._box(record, HOST, record["class"].removesuffix("Error"), "host", [record["message"]], red=True)
         elif effect in _HOST_ACTS:
             self._box(record, HOST, _HOST_ACTS[effect], "host", [_host_text(record)])
 

@@ -36,6 +36,7 @@ class Explanation:
     sound_title: str = "what did order such accesses before"
     before: list[str] = field(default_factory=list)
     involved: list[int] = field(default_factory=list)
+    refused: int | None = None  # the launch that was refused, if it was one
     missing: tuple[str, int, str, int] | None = None
 
     def text(self) -> str:
@@ -57,22 +58,23 @@ def explain(rank: Rank, record: Record, number: int, total: int) -> Explanation:
     for name, tell in _KINDS.items():
         if record["class"] in name:
             tell(rank, record, told)
-            break
-    else:
-        told.involved += _doing(rank, record)
+    if told.refused is None:
+        told.refused = _doing(rank, record)
+    told.involved += [told.refused] if told.refused is not None else []
     told.before = list(_leading_up(rank, record))
     return told
 
 
 def _place(place: dict[str, Any]) -> str:
-    values = {key: buffer_name(tuple(value)) if isinstance(value, list) else value for key, value in place.items()}
+    told = ((key, value) for key, value in place.items() if not key.endswith("_tick"))  # "found" says it in words
+    values = {key: buffer_name(tuple(value)) if isinstance(value, list) else value for key, value in told}
     return ", ".join(f"{key} {value}" for key, value in values.items()) or "no place given"
 
 
-def _doing(rank: Rank, record: Record) -> list[int]:
+def _doing(rank: Rank, record: Record) -> int | None:
     """The launch of the action under way."""
     last = next(rank.before(record["n"], "launch"), None)
-    return [last["n"]] if last is not None and record["doing"] and last["who"] == record["doing"] else []
+    return last["n"] if last is not None and record["doing"] and last["who"] == record["doing"] else None
 
 
 def _leading_up(rank: Rank, record: Record) -> Iterator[str]:
@@ -101,9 +103,10 @@ def _stream(rank: Rank, record: Record, told: Explanation) -> None:
         ),
     ]
     upper = n if last is None else last["n"]
+    told.refused = None if last is None else last["n"]
     if first is not None:
         told.facts.append(("found", _edges_found(rank, first, upper, target, name)))
-        told.involved = [first.n, *([last["n"]] if last else [])]
+        told.involved = [first.n]
         told.missing = (source, first.n, target, upper)
     told.facts.append(("remedy", _remedy(source, target, _who(early), _who(late))))
     told.sound = list(_sound_pairs(rank, name, upper))
@@ -190,7 +193,7 @@ def _weight(rank: Rank, record: Record, told: Explanation) -> None:
     made = "never in this trace" if refresh is None else f"{rank.when(refresh)}, from version {refresh['versions'][name]}"
     told.facts.append(("last cast", made))
     told.facts.append(("remedy", "refresh the caches after the last bump and commit, and tell it by ledger.refreshed(...)"))
-    told.involved = [*(r["n"] for r in (refresh, bump) if r is not None), *_doing(rank, record)]
+    told.involved = [r["n"] for r in (refresh, bump) if r is not None]
 
 
 def _after(rank: Rank, record: Record) -> str:
@@ -217,7 +220,7 @@ def _scale(rank: Rank, record: Record, told: Explanation) -> None:
     told.facts.append(("remedy", "exactly one commit per window, after all its readers and before any of the next window's"))
     told.sound_title = "the last commits"
     told.sound = [f"{rank.when(r)}: {commit_text(r)}" for r in commits]
-    told.involved = [*(r["n"] for r in commits[:1]), *_doing(rank, record)]
+    told.involved = [r["n"] for r in commits[:1]]
 
 
 def _lease(rank: Rank, record: Record, told: Explanation) -> None:
@@ -246,7 +249,7 @@ def _lease(rank: Rank, record: Record, told: Explanation) -> None:
     others = [r for r in moves if r not in whole[:1]]
     told.sound_title = "what else happened to it in this step"
     told.sound = [f"{rank.when(r)}: {_name(r)}{' broke off' if r['effect'] == 'broken' else ''}" for r in others]
-    told.involved = [*(_launch_of(rank, r) for r in whole[:1]), *_doing(rank, record)]
+    told.involved = [_launch_of(rank, r) for r in whole[:1]]
 
 
 def _slots(record: Record) -> list[tuple[str, int]]:
@@ -268,24 +271,29 @@ def _grad(rank: Rank, record: Record, told: Explanation) -> None:
     place, n = record["place"], record["n"]
     name = place.get("layer", "")
     writers = [r for r in rank.before(n, *_ACTIONS) if r["step"] == record["step"] and name in r["grads"]]
+    others = writers[:1]
+    remedy = "the step's first writer overwrites (beta 0), later ones add (beta 1), one per microbatch"
     if "expected" in place:
-        told.facts.append(("needed", f"{place['expected']} contributions to {name} in this step"))
-        told.facts.append(("without W", ", ".join(_without_weight_grad(rank, record)) or "none: every F of the step had its W"))
+        others = _without_weight_grad(rank, record)
+        missing = ", ".join(f"{_name(r)} (#{r['n']})" for r in others) or "none: every F of the step had its W"
+        told.facts.append(("needed", f"{place['expected']} contributions to {name} in this step, one per microbatch"))
+        told.facts.append(("without W", missing))
+        remedy = "run I and W of every microbatch once, each with its write_grad, before the optimizer"
     elif "beta" in place:
         needed = int(place["writers"] > 0)
         told.facts.append(("needed", f"beta {needed} after {place['writers']} writers of {name} in this step"))
         told.facts.append(("found", f"beta {place['beta']}"))
     names = [f"{_name(r)} (#{r['n']}, beta {r['beta']})" for r in reversed(writers)]
     told.facts.append(("writers", ", ".join(names) or "none"))
-    told.facts.append(("remedy", "the step's first writer overwrites (beta 0), later ones add (beta 1), one per microbatch"))
-    told.involved = [*(_launch_of(rank, r) for r in writers[:1]), *_doing(rank, record)]
+    told.facts.append(("remedy", remedy))
+    told.involved = [_launch_of(rank, r) for r in others]
 
 
-def _without_weight_grad(rank: Rank, record: Record) -> list[str]:
-    """The microbatches of the step that went forward and whose W has not run."""
+def _without_weight_grad(rank: Rank, record: Record) -> list[Record]:
+    """Each F of the step whose W has not run."""
     acts = [r for r in rank.before(record["n"], "action", "replay") if r["step"] == record["step"]]
     done = {(r["chunk"], r["microbatch"]) for r in acts if r["kind"] == "W"}
-    return [f"{_name(r)} (#{r['n']})" for r in reversed(acts) if r["kind"] == "F" and (r["chunk"], r["microbatch"]) not in done]
+    return [r for r in reversed(acts) if r["kind"] == "F" and (r["chunk"], r["microbatch"]) not in done]
 
 
 _KINDS: dict[tuple[str, ...], Callable[[Rank, Record, Explanation], None]] = {
