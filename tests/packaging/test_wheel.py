@@ -80,6 +80,7 @@ def test_what_the_wheel_holds(wheel: Path) -> None:
         assert packed == {p.relative_to(ROOT).as_posix() for p in (ROOT / package).rglob("*.py")}
     configs = {p.relative_to(ROOT).as_posix() for p in (ROOT / "models/configs").glob("*.yaml")}
     assert configs and configs <= set(names)
+    assert "tools/explain/page.html" in names
     assert "License-Expression: Apache-2.0" in metadata and "Requires-Python: >=3.11" in metadata
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert "apex" not in metadata.lower().split("description-content-type")[0]
@@ -93,7 +94,7 @@ def test_scripts_work_beside_a_stranger(site: Path, strange: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert __version__ in done.stdout
     done = run([str(site / "bin/qeffect"), "--help"], strange, site)
-    assert done.returncode == 0 and "diff" in done.stdout
+    assert done.returncode == 0 and "diff" in done.stdout and "explain" in done.stdout
 
 
 @pytest.mark.parametrize("script", ["qeffect", "qeffect-train"])
