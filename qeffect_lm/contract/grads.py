@@ -31,6 +31,8 @@ class GradSlots:
         self._writes: dict[str, int] = dict.fromkeys(self.slots, 0)
         self._reports: dict[str, int] = dict.fromkeys(self.slots, 0)
         self._group_writes: dict[tuple[str, ...], int] = {}
+        self._overlaps: dict[tuple[str, ...], set[tuple[str, ...]]] = {}  # a group → other groups that share a slot
+        self._singles = False  # somebody wrote one slot by itself in this step
         self._zeroed: set[str] = set()
         self._read = False  # the optimizer has taken this step's gradient
 
@@ -39,7 +41,7 @@ class GradSlots:
             self._writes[name] = self._reports[name] = 0
         self._group_writes.clear()
         self._zeroed.clear()
-        self._read = False
+        self._singles = self._read = False
 
     def _count(self, name: str) -> int:
         return self._writes[name] + sum(n * group.count(name) for group, n in self._group_writes.items())
@@ -53,19 +55,40 @@ class GradSlots:
         """
         self._check(name, beta, self._count(name) if name in self.slots else 0, microbatch)
         self._writes[name] += 1
+        self._singles = True
 
     def write_group(self, names: tuple[str, ...], beta: int, microbatch: int | None = None) -> None:
-        """Account for a graph's writes: one comparison for all of ``names``."""
+        """Account for a graph's writes: a few comparisons for all of ``names``, whatever their number."""
         if not names:
             return
-        count = self._group_writes.get(names, 0)
-        if beta == 0 or count == 0 or self._read:  # else every name has this group's own writes
+        others = self._overlaps.get(names)
+        if others is None:
+            others = self._learn(names)
+        written = self._group_writes.get(names, 0)
+        if self._read or others is None:
+            known = False
+        elif beta:
+            known = written > 0  # every name has this group's own writes
+        else:
+            known = not written and not self._singles and not any(self._group_writes.get(other) for other in others)
+        if not known:
             seen: dict[str, int] = {}
             for name in names:
                 before = self._count(name) if name in self.slots else 0
                 self._check(name, beta, before + seen.get(name, 0), microbatch)
                 seen[name] = seen.get(name, 0) + 1
-        self._group_writes[names] = count + 1
+        self._group_writes[names] = written + 1
+
+    def _learn(self, names: tuple[str, ...]) -> set[tuple[str, ...]] | None:
+        """The groups seen so far that share a slot with a new one; None for one that names a slot twice or an unknown one."""
+        own = set(names)
+        if len(own) != len(names) or not own.issubset(self.slots):
+            return None
+        others = {group for group in self._overlaps if not own.isdisjoint(group)}
+        for other in others:
+            self._overlaps[other].add(names)
+        self._overlaps[names] = others
+        return others
 
     def _check(self, name: str, beta: int, count: int, microbatch: int | None) -> None:
         if name not in self.slots:

@@ -20,9 +20,9 @@ import torch
 
 from qeffect_lm.contract.grads import GradSlot, GradSlots
 from qeffect_lm.contract.leases import Slot
-from qeffect_lm.contract.ledger import Ledger, Mode, RangeAccess, Summary
+from qeffect_lm.contract.ledger import Ledger, Mode, Summary
 from qeffect_lm.contract.real_streams import BoundEvent, RealStreams
-from qeffect_lm.contract.streams import HOST, Access
+from qeffect_lm.contract.streams import HOST, Access, RangeAccess
 from qeffect_lm.contract.timeline import ScaleRole, ScaleTimeline
 from qeffect_lm.contract.trace import TraceWriter
 from qeffect_lm.contract.versions import WeightVersions

@@ -25,6 +25,7 @@ from qeffect_lm.contract.errors import (
     WeightGradBeforeInputGradError,
     WeightGradTwiceError,
 )
+from qeffect_lm.contract.names import Names
 
 
 class LeaseState(StrEnum):
@@ -71,7 +72,15 @@ class _Group:
     w_slot: Slot
     state: LeaseState = LeaseState.EMPTY
     layers: dict[str, LeaseState] = field(default_factory=dict)
+    together: Names | None = None  # layers that only graphs have moved so far, all at once: their state is the group's
     handles: dict[str, WeightGradHandle] = field(default_factory=dict)
+
+    def each(self) -> dict[str, LeaseState]:
+        """The layers one by one, to be read or moved so."""
+        if self.together is not None:
+            self.layers.update(dict.fromkeys(self.together, self.state))
+            self.together = None
+        return self.layers
 
 
 @dataclass
@@ -128,7 +137,7 @@ class LeaseTable:
             LeaseLeakError: names the first layer and microbatch whose W (or I) did not run.
         """
         for group in self._groups.values():
-            for layer, state in [*group.layers.items(), ("*", group.state)]:
+            for layer, state in [*group.each().items(), ("*", group.state)]:
                 if state is not LeaseState.FREE:
                     missing = "W" if state is LeaseState.INPUT_GRAD_DONE else "I"
                     raise LeaseLeakError(
@@ -208,10 +217,11 @@ class LeaseTable:
         """One layer makes a move (F, I or W)."""
         group = self._group(move, chunk, microbatch)
         before, after = _NEXT[move]
-        state = group.layers.get(layer, LeaseState.EMPTY)
+        layers = group.each()
+        state = layers.get(layer, LeaseState.EMPTY)
         if state is not before:
             raise _illegal(move, state, group.owner, layer)
-        group.layers[layer] = after
+        layers[layer] = after
 
     def finish(self, move: str, chunk: int, microbatch: int) -> None:
         """The action ends: all layers must have made the move; I releases the I-slot, W the W-slot."""
@@ -234,20 +244,32 @@ class LeaseTable:
             group.handles.clear()
             self._release(group.w_slot)
 
-    def replay(self, move: str, chunk: int, microbatch: int, layers: tuple[str, ...]) -> None:
-        """A graph makes the move for all of ``layers`` at once."""
+    def replay(self, move: str, chunk: int, microbatch: int, layers: tuple[str, ...], members: Names | None = None) -> None:
+        """A graph makes the move for all of ``layers`` at once.
+
+        ``members``: the same layers in an order that does not depend on the move, one object for equal ones; with it layers
+        that move together are one comparison.
+        """
         group = self._group(move, chunk, microbatch, check=True)
+        if members is not None and not group.layers and (move == "F" or group.together is members):
+            group.together = members
+        else:
+            self._replay_each(group, move, layers)
+        self.finish(move, chunk, microbatch)
+
+    @staticmethod
+    def _replay_each(group: _Group, move: str, layers: tuple[str, ...]) -> None:
         before, after = _NEXT[move]
+        states = group.each()
         for layer in layers:
-            state = group.layers.get(layer, LeaseState.EMPTY)
+            state = states.get(layer, LeaseState.EMPTY)
             if state is not before:
                 raise _illegal(move, state, group.owner, layer)
         moved = dict.fromkeys(layers, after)
         if len(moved) != len(layers):
             twice = next(layer for layer in layers if layers.count(layer) > 1)
             raise _illegal(move, after, group.owner, twice)
-        group.layers.update(moved)
-        self.finish(move, chunk, microbatch)
+        states.update(moved)
 
     # ---- payloads ----------------------------------------------------------------------------------------------
 
@@ -264,7 +286,7 @@ class LeaseTable:
         """The handle of a key."""
         group = self._group("W", chunk, microbatch)
         if layer not in group.handles:
-            raise _illegal("W", group.layers.get(layer, LeaseState.EMPTY), group.owner, layer)
+            raise _illegal("W", group.each().get(layer, LeaseState.EMPTY), group.owner, layer)
         return group.handles[layer]
 
     def consume(self, handle: WeightGradHandle) -> Any:
@@ -290,7 +312,7 @@ class LeaseTable:
                 slot_generation=record.generation,
             )
         group = self._groups.get((handle.owner.chunk, handle.owner.microbatch))
-        if group is not None and group.layers.get(handle.layer) is LeaseState.FORWARDED:
+        if group is not None and group.each().get(handle.layer) is LeaseState.FORWARDED:
             raise _illegal("W", LeaseState.FORWARDED, handle.owner, handle.layer)
         handle.consumed = True
         payload, handle.payload = handle.payload, None  # the table holds no memory that W has read

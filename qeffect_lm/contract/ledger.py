@@ -12,12 +12,13 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from qeffect_lm.contract.errors import ContractViolation, LeaseError, ScaleOrderError
 from qeffect_lm.contract.grads import GradSlots
 from qeffect_lm.contract.leases import LeaseTable, Slot
-from qeffect_lm.contract.streams import HOST, Access, Event, StreamClock
+from qeffect_lm.contract.names import Interned, Names
+from qeffect_lm.contract.streams import HOST, BufferAccess, Event, StreamClock
 from qeffect_lm.contract.timeline import Direction, ScaleTimeline
 from qeffect_lm.contract.trace import TraceWriter
 from qeffect_lm.contract.tracing import Tracer
@@ -32,11 +33,7 @@ class Mode(StrEnum):
     OFF = "off"
 
 
-RangeAccess = tuple[Hashable, Access, int, int]  # bytes [lo, hi) of a buffer
-BufferAccess = tuple[Hashable, Access] | RangeAccess  # a whole buffer, or bytes of it
-
-
-@dataclass
+@dataclass(frozen=True)
 class Summary:
     """What a graph does to contract state, relative to its microbatch; recorded at capture, applied at replay."""
 
@@ -48,6 +45,14 @@ class Summary:
     grads: tuple[str, ...] = ()
     beta: int | None = None
     empty: tuple[str, ...] = ()  # those of roles that had no work
+
+
+class _Groups(NamedTuple):
+    """A summary's names; ``layers`` sorted, None where one is named twice."""
+
+    weights: Names
+    grads: Names
+    layers: Names | None
 
 
 @dataclass
@@ -169,6 +174,8 @@ class Ledger:
         self._attach(trace)
         self._current: Scope | None = None
         self._declared: dict[tuple[str, int], frozenset[str]] = {}
+        self._interned = Interned()
+        self._replayed: dict[int, tuple[Summary, _Groups]] = {}
         self.step = 0
 
     @property
@@ -306,17 +313,28 @@ class Ledger:
         contributor = (kind, chunk, microbatch)
         direction = _DIRECTION.get(kind)
         bound = self.timeline.begin(contributor, direction, epoch=epoch) if direction is not None else 0
+        groups = self._groups_of(summary)
         if summary.weights:
             self.versions.require_all(
-                summary.weights, epoch=self.weight_epoch(), reader=f"{chunk}{kind}{microbatch}", microbatch=microbatch
+                groups.weights, epoch=self.weight_epoch(), reader=f"{chunk}{kind}{microbatch}", microbatch=microbatch
             )
         if summary.beta is not None:
-            self.grads.write_group(summary.grads, summary.beta, microbatch)
+            self.grads.write_group(groups.grads, summary.beta, microbatch)
         if direction is not None:
             self.timeline.end(contributor)
-        self.leases.replay(kind, chunk, microbatch, summary.layers)
+        self.leases.replay(kind, chunk, microbatch, summary.layers, groups.layers)
         if self._tracer is not None:
             self._tracer.replayed(summary, chunk, microbatch, bound)
+
+    def _groups_of(self, summary: Summary) -> _Groups:
+        """What a summary names, as groups that are compared at once."""
+        known = self._replayed.get(id(summary))
+        if known is None:
+            distinct = len(set(summary.layers)) == len(summary.layers)
+            layers = self._interned.of(sorted(summary.layers)) if distinct else None
+            groups = _Groups(self._interned.of(summary.weights), self._interned.of(summary.grads), layers)
+            known = self._replayed[id(summary)] = (summary, groups)  # kept: its identity is the key
+        return known[1]
 
     def _enter(self, kind: str, chunk: int, microbatch: int, slots: tuple[Slot, Slot] | None) -> None:
         if kind == "F":
@@ -381,9 +399,7 @@ class Ledger:
             return
         if self._tracer is not None:
             self._tracer.launch(stream, accesses, who)
-        self.streams.launch(stream)
-        for buffer, kind, *span in accesses:
-            self.streams.access(stream, buffer, kind, who, *span)
+        self.streams.work(stream, accesses, who)
         if self._tracer is not None:
             self._tracer.launched()
 
@@ -412,6 +428,7 @@ class Ledger:
 
     def captured(self, graphs: int) -> None:
         """Say that so many graphs were captured and everything was put back."""
+        self._replayed.clear()  # of graphs that these replace
         if self._tracer is not None:
             self._tracer.captured(graphs)
 

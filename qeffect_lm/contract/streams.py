@@ -11,9 +11,10 @@ raises :class:`StreamOrderError` whether or not the race would have bitten.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from qeffect_lm.contract.errors import AccessSite, StreamOrderError
 
@@ -29,8 +30,7 @@ class Access(StrEnum):
     MAX_MERGE = "max_merge"
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """A recorded event. ``covers`` lists the only buffers that an *early* event vouches for (None: all)."""
 
     stream: str
@@ -39,13 +39,15 @@ class Event:
     covers: frozenset[Hashable] | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class _Stream:
     clock: Clock
     overlays: dict[Hashable, Clock] = field(default_factory=dict)  # per buffer, from early events
+    learned: int = 0  # how often it learned of other streams
+    from_host: int = -1  # what the host had learned when it last launched here
 
 
-@dataclass
+@dataclass(slots=True)
 class _Range:
     """Bytes [lo, hi) and who touched them last: (stream, tick, description)."""
 
@@ -60,12 +62,19 @@ class _Range:
 
 
 WHOLE = 1 << 62  # the end of a range given without one
+RangeAccess = tuple[Hashable, Access, int, int]  # bytes [lo, hi) of a buffer
+BufferAccess = tuple[Hashable, Access] | RangeAccess  # a whole buffer, or bytes of it
 
 
 def _join(into: Clock, other: Mapping[str, int]) -> None:
     for stream, tick in other.items():
         if into.get(stream, 0) < tick:
             into[stream] = tick
+
+
+def _unknown(entries: Mapping[str, tuple[int, str]], clock: Clock) -> bool:
+    """True if one of the accesses is not ordered before what ``clock`` knows."""
+    return any(clock.get(stream, 0) < tick for stream, (tick, _) in entries.items())
 
 
 class StreamClock:
@@ -84,28 +93,30 @@ class StreamClock:
 
     def launch(self, stream: str) -> None:
         """The host launches work on ``stream``: whatever the host knows is ordered before it."""
-        if stream != HOST:
-            host, target = self._stream(HOST), self._stream(stream)
+        if stream == HOST:
+            return
+        host, target = self._stream(HOST), self._stream(stream)
+        if target.from_host == host.learned:  # since the last launch here, the host went on and learned nothing else
+            target.clock[HOST] = host.clock[HOST]
+        else:
             _join(target.clock, host.clock)
             for buffer, clock in host.overlays.items():
                 _join(target.overlays.setdefault(buffer, {}), clock)
-            host.clock[HOST] += 1  # what the host does from here on is not ordered before this launch
+            target.from_host = host.learned
+        host.clock[HOST] += 1  # what the host does from here on is not ordered before this launch
 
     def record(self, stream: str, covers: Iterable[Hashable] | None = None) -> Event:
         """Record an event after all work launched on ``stream`` so far (early: only for the buffers in ``covers``)."""
         state = self._stream(stream)
-        event = Event(
-            stream,
-            dict(state.clock),
-            {buffer: dict(clock) for buffer, clock in state.overlays.items()},
-            None if covers is None else frozenset(covers),
-        )
+        overlays = {buffer: dict(clock) for buffer, clock in state.overlays.items()} if state.overlays else {}
+        event = Event(stream, dict(state.clock), overlays, None if covers is None else frozenset(covers))
         state.clock[stream] += 1  # later work has a later tick than the event vouches for
         return event
 
     def wait(self, stream: str, event: Event) -> None:
         """Make later work on ``stream`` wait for ``event``."""
         state = self._stream(stream)
+        state.learned += 1
         if event.covers is None:
             _join(state.clock, event.clock)
             for buffer, clock in event.overlays.items():
@@ -121,6 +132,41 @@ class StreamClock:
         self.wait(HOST, event)
 
     # ---- accesses ----------------------------------------------------------------------------------------------
+
+    def work(self, stream: str, accesses: Sequence[BufferAccess], who: str = "") -> None:
+        """:meth:`launch` and every :meth:`access` of one piece of work; what a hot path calls.
+
+        Raises:
+            StreamOrderError: a conflicting earlier access is not ordered before one of these.
+        """
+        self.launch(stream)
+        state = self._stream(stream)
+        clock, buffers = state.clock, self._buffers
+        mark = (clock[stream], who)
+        for entry in accesses:
+            ranges = buffers.get(entry[0])
+            if ranges is None or len(ranges) != 1 or len(entry) != 2 or ranges[0].hi != WHOLE or ranges[0].lo:
+                buffer, kind, *span = entry
+                self.access(stream, buffer, kind, who, *span)
+                continue
+            kind, piece = entry[1], ranges[0]
+            write = piece.write
+            if (
+                (write is not None and clock.get(write[0], 0) < write[1])
+                or (kind is not Access.READ and piece.reads and _unknown(piece.reads, clock))
+                or (kind is not Access.MAX_MERGE and piece.merges and _unknown(piece.merges, clock))
+            ):
+                self._check(state, stream, entry[0], piece, kind, who)  # an early event may order it
+            if kind is Access.READ:
+                piece.reads[stream] = mark
+            elif kind is Access.WRITE:
+                piece.write = (stream, *mark)
+                if piece.reads:
+                    piece.reads = {}
+                if piece.merges:
+                    piece.merges = {}
+            else:
+                piece.merges[stream] = mark
 
     def access(
         self, stream: str, buffer: Hashable, kind: Access, who: str = "", lo: int = 0, hi: int = WHOLE
@@ -219,6 +265,7 @@ class StreamClock:
         for name, state in self._streams.items():
             state.clock = dict(joined)
             state.clock[name] += 1  # nobody knows yet what the stream does from here on
+            state.learned += 1
 
     @property
     def buffers(self) -> tuple[Hashable, ...]:

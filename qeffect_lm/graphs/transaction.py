@@ -20,9 +20,9 @@ from qeffect_lm.runtime.rng import restore_generators, save_generators
 
 # The host's account of each part: plain values, no tensors.
 _HOST_STATE: dict[str, tuple[str, ...]] = {
-    "timeline": ("epochs", "commits", "_readers", "_reported", "_window_open"),
+    "timeline": ("epochs", "commits", "_readers", "_reported", "_contributed", "_window_open"),
     "versions": ("versions", "caches", "casts", "_stale", "_epochs", "_present", "refreshes"),
-    "grads": ("_writes", "_reports", "_group_writes"),
+    "grads": ("_writes", "_reports", "_group_writes", "_singles", "_zeroed", "_read"),
     "leases": ("step", "_slots"),
 }
 
