@@ -55,6 +55,13 @@ class StepInput(Protocol):
     def tokens(self) -> int: ...
 
 
+class Watch(Protocol):
+    """Told of each F, I and W before and after it is launched (:mod:`pipeline.measure`)."""
+
+    def begin(self, action: Action) -> None: ...
+    def end(self, action: Action) -> None: ...
+
+
 @dataclass(frozen=True)
 class _Transfer:
     """A transfer in flight and the event that says it is done."""
@@ -121,6 +128,7 @@ class Engine:
         self._slots = plan.slots[self.rank]
         self._effects = Effects(plan.placement, self.rank, self._slots.i_slots.index, self._slots.w_slots.index)
         self.captured: Captured | None = None
+        self.watch: Watch | None = None
         self._pending: dict[tuple[str, int, int], _Transfer] = {}  # (RECV_F…, chunk, microbatch), or slot for sends
         self._events: dict[tuple[str, int, int], Event] = {}
         self._batch: StepInput | None = None
@@ -254,6 +262,9 @@ class Engine:
         key = self.plan.graph_key(action)._replace(i_slot=i, w_slot=w)
         slots = (Slot("I", chunk, i), Slot("W", chunk, w))
         epoch = None if action.kind is Kind.W else self._epoch(action)
+        watch = self.watch
+        if watch is not None:
+            watch.begin(action)
         if self.captured is not None:
             graph, summary = self.captured.actions[key]
             self.ledger.replay(summary, chunk, microbatch, slots=slots, epoch=epoch)
@@ -263,6 +274,8 @@ class Engine:
                 str(action.kind), chunk, microbatch, beta=key.beta, slots=slots, epoch=epoch
             ) as scope:
                 work(scope)
+        if watch is not None:
+            watch.end(action)
 
     def _epoch(self, action: Action) -> int:
         """The scale epoch that the plan gives an action: the step's first one, and one more for each commit before it."""

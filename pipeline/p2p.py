@@ -120,6 +120,11 @@ class Transport:
         queue = Queue(stage_rank, self._mesh.coord("pp"), direction)
         return self._start(dist.irecv, "RECV", queue, stage_rank, tensor, chunk, microbatch)
 
+    def close(self) -> None:
+        """Give the communicators back; all ranks that made the transport call it, with no transfer in flight."""
+        for queue in sorted(self._groups):
+            dist.destroy_process_group(self._groups.pop(queue))
+
     def _start(
         self, call: Any, word: str, queue: Queue, stage_rank: int, tensor: torch.Tensor, chunk: int, microbatch: int
     ) -> Pending:

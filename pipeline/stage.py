@@ -92,14 +92,14 @@ class Stage:
         self._main_grads = main_grads
         self.slots = [self.make_slot() for _ in range(i_slots)]
 
+    def activation(self) -> torch.Tensor:
+        """A new buffer for what goes over the stage's border."""
+        return torch.zeros(self.shape.activation, dtype=self.shape.dtype, device=self.device)
+
     def make_slot(self, phase: Phase = Phase.TRAIN) -> MicrobatchSlot:
         """Allocate a slot's storages."""
-        shape, device = self.shape, self.device
+        shape, device, activation = self.shape, self.device, self.activation
         tokens = (shape.batch, shape.sequence)
-
-        def activation() -> torch.Tensor:
-            return torch.zeros(shape.activation, dtype=shape.dtype, device=device)
-
         wide = torch.float64 if shape.dtype is torch.float64 else torch.float32
         context = LayerContext(
             phase,

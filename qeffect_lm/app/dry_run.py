@@ -13,6 +13,8 @@ from pipeline.plan import Plan
 from pipeline.simulate import simulate
 from pipeline.timeline_text import render
 from qeffect_lm.app.assemble import DTYPES, check_supported, make_plan, make_recipe
+from qeffect_lm.app.auto_plan import decide, explain, needs_profile
+from qeffect_lm.app.profile import made_up_batch, profile
 from qeffect_lm.app.sources import check_tokenizer
 from qeffect_lm.config import Config
 from qeffect_lm.layers.base import named_parameters
@@ -23,7 +25,7 @@ MIB = 1024 * 1024
 def describe(config: Config) -> str:
     """The whole page, for a terminal 100 columns wide."""
     check_supported(config)
-    plan = make_plan(config)
+    plan, notes = _plan(config)
     model = build_model(config, make_recipe(config), DTYPES[config.precision.dtype])
     specs = {spec.name: spec for spec in model.parameters()}
     counts = config.chunk_layers(plan.placement.num_chunks)
@@ -37,12 +39,26 @@ def describe(config: Config) -> str:
         f"tokens per step: {tokens:,}; {config.train.steps:,} steps, {tokens * config.train.steps:,} tokens",
         "",
         f"plan {plan.fingerprint()[:16]}",
+        *notes,
         f"one step with T_F = T_I = T_W and free communication (bubble {result.bubble:.1%}):",
         render(plan, width=98),
         "",
         memory_table(config, plan, specs, counts),
     ]
     return "\n".join([*parts, *_missing(config)])
+
+
+def _plan(config: Config) -> tuple[Plan, list[str]]:
+    """The plan; ``auto`` from this process's speed alone, without messages."""
+    if config.pipeline.schedule != "auto":
+        return make_plan(config), []
+    profiles = []
+    if needs_profile(config):
+        mine = profile(config, made_up_batch(config))
+        profiles = [(rank, mine) for rank in range(config.parallel.pp)]
+    found = decide(config, profiles)
+    told = explain(config, found)
+    return found.plan, [*told, "auto: training measures again, on all ranks and with messages"] if profiles else told
 
 
 def _missing(config: Config) -> list[str]:

@@ -104,9 +104,10 @@ def check_config(config: Config, checkpoint: Checkpoint, env: LaunchEnv, say: Ca
 
 
 def plan_of(checkpoint: Checkpoint | None, mesh: Mesh, config: Config) -> Plan | None:
-    """The saved plan on an unchanged layout and pipeline section; otherwise the configuration's."""
-    if checkpoint is None or checkpoint.meta.get("layout") != dict(mesh.sizes):
+    """The saved plan where pipeline ranks and pipeline section are unchanged, ``auto``'s too; otherwise None."""
+    if checkpoint is None or checkpoint.meta.get("layout", {}).get("pp") != mesh.size("pp"):
         return None
-    if checkpoint.meta["config"].get("pipeline") != config.to_dict()["pipeline"]:
+    changes = config_diff_on_resume(checkpoint.meta["config"], config)
+    if any(change.key.startswith("pipeline.") for change in changes):
         return None
     return Plan.from_json(checkpoint.meta["plan"])

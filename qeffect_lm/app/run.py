@@ -17,8 +17,10 @@ import torch.distributed as dist
 from checkpoint import Checkpoint, GroupCommunicator, SingleProcess, save_checkpoint
 from checkpoint.comm import Communicator
 from checkpoint.resume import check_replicas, contract_meta, saved_state
+from pipeline.measure import Meter, latency
 from qeffect_lm import __version__
 from qeffect_lm.app.assemble import Assembly, assemble, check_supported
+from qeffect_lm.app.auto_plan import agree_on_plan, choose_plan
 from qeffect_lm.app.resuming import branch_of, check_config, find_checkpoint, plan_of, restore_run
 from qeffect_lm.app.sources import check_tokenizer, check_tokens, held_out_batch, make_loader, open_dataset
 from qeffect_lm.config import Config
@@ -29,7 +31,7 @@ from qeffect_lm.parallel.peers import naming
 from qeffect_lm.runtime.launch import LaunchEnv, StopSignals, check_world, init_process_group, shared_folder_check
 from qeffect_lm.runtime.lock import holding
 from qeffect_lm.runtime.loop import Outcome, Parts, train
-from qeffect_lm.runtime.metrics import MetricsWriter, StepMetrics
+from qeffect_lm.runtime.metrics import MetricsWriter, StepMetrics, Value
 from qeffect_lm.runtime.progress import Progress
 from qeffect_lm.runtime.rng import seed_generators
 from qeffect_lm.runtime.wandb_logger import WandbLogger
@@ -51,6 +53,7 @@ class Run:
     wandb: WandbLogger | None = None
     dataset_hash: str = ""
     branch: str | None = None
+    meter: Meter | None = None
 
     @property
     def leads(self) -> bool:
@@ -73,6 +76,17 @@ class Run:
     def epoch(self) -> int | None:
         timeline = self.assembly.timeline
         return timeline.epochs[Direction.FORWARD] if self.config.precision.fp8.recipe == "delayed" else None
+
+    def watch(self) -> Callable[[], dict[str, Value]]:
+        """Watch the next step; what it returns measures it against the plan, collective over the pipeline."""
+        if self.meter is None:
+            assembly, seconds = self.assembly, 0.0
+            if assembly.transport is not None:
+                like = next(iter(assembly.engine.stages.values())).activation()
+                seconds = latency(assembly.transport, assembly.plan.placement, self.mesh, like)
+            self.meter = Meter(assembly.engine, assembly.register.knows, seconds)
+        meter, watch = self.meter, self.meter.start()
+        return lambda: dict(meter.report(watch))
 
     def save(self, step: int, tokens: int) -> Path:
         """Write ``step_<step>``; collective. A failure leaves the previous checkpoint and raises."""
@@ -165,16 +179,27 @@ def _set_up(config: Config, env: LaunchEnv, say: Callable[[str], None]) -> tuple
     checkpoint = find_checkpoint(config, comm)
     changed = [] if checkpoint is None else check_config(config, checkpoint, env, say)
     seed_generators(config.run.seed, env.rank)
-    assembly = assemble(config, mesh, plan_of(checkpoint, mesh, config))
     dataset = open_dataset(config.data.train, "data.train")
     loader = make_loader(config, dataset, mesh)
+
+    def peek() -> StepBatch:
+        """The first step's data; nothing is consumed."""
+        first = loader.next_step()
+        check_tokens(first, config.model.vocab_size)
+        loader.load_state({**loader.state(), "next_sample": 0})
+        return first
+
+    plan = plan_of(checkpoint, mesh, config)
+    if plan is not None and env.rank == 0 and config.pipeline.schedule == "auto":
+        say("auto: the checkpoint's plan, nothing is measured")
+    if plan is None:
+        plan = choose_plan(config, mesh, comm, peek, say)
+    agree_on_plan(config, plan, comm)
+    assembly = assemble(config, mesh, plan)
     held_out, branch = held_out_batch(config), branch_of(config, checkpoint)
     run = Run(config, env, mesh, comm, assembly, loader, held_out, dataset_hash=dataset.content_hash(), branch=branch)
     if checkpoint is None:
-        first = loader.next_step()
-        check_tokens(first, config.model.vocab_size)
-        loader.load_state({**loader.state(), "next_sample": 0})  # calibration consumes no data
-        assembly.prepare(first)
+        assembly.prepare(peek())
     else:
         note = restore_run(checkpoint, assembly, loader, comm, mesh, changed)
         if note is not None and env.rank == 0:
@@ -228,6 +253,7 @@ def _drive(
         epoch=run.epoch,
         stop=_stopper(config, signals, run.env),
         report=lambda metrics: [sink(metrics) for sink in sinks],
+        watch=run.watch,
     )
     try:
         return train(config, parts, run.start, run.tokens)

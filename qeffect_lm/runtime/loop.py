@@ -6,13 +6,13 @@ It knows its parts by what they do (:class:`Parts`); :mod:`qeffect_lm.app.run` m
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from qeffect_lm.config import Config
+from qeffect_lm.config import Config, TrainConfig
 from qeffect_lm.errors import QEffectError
-from qeffect_lm.runtime.metrics import StepMetrics
+from qeffect_lm.runtime.metrics import StepMetrics, Value
 
 
 class NonFiniteError(QEffectError):
@@ -44,6 +44,8 @@ class Parts:
         epoch: the scale epoch that the next step reads; None without FP8 histories.
         stop: why to stop now, agreed by all ranks, or None.
         report: called with each step's metrics on every rank (the sinks live on rank 0).
+        watch: called before a step whose metrics will be reported; what it returns is called after the step's host
+            synchronisation and gives further metrics. Both on every rank.
     """
 
     next_batch: Callable[[], Any]
@@ -53,6 +55,7 @@ class Parts:
     epoch: Callable[[], int | None]
     stop: Callable[[], str | None]
     report: Callable[[StepMetrics], object]
+    watch: Callable[[], Callable[[], Mapping[str, Value]]] = lambda: dict
 
 
 @dataclass(frozen=True)
@@ -78,19 +81,21 @@ def train(config: Config, parts: Parts, start: int, tokens: int) -> Outcome:
         began = time.monotonic()
         batch = parts.next_batch()
         epoch = parts.epoch()
+        logged = _logged(settings, step + 1, start)
+        measured = parts.watch() if logged else None
         result = parts.step(step, batch)
         step += 1
         tokens += batch.tokens
         loss, skipped = float(result.loss), bool(result.skipped)  # the step's one host synchronisation
         seconds = time.monotonic() - began
+        extra = measured() if measured is not None else {}
         if skipped and config.optim.nonfinite == "raise":
             raise NonFiniteError(
                 f"step {step}: a gradient, an amax or the loss is not finite (loss {loss}, norm {float(result.grad_norm)}); "
                 "nothing was updated. optim.nonfinite: skip goes on without such steps"
             )
-        due = settings.eval_every and (step % settings.eval_every == 0 or step == settings.steps)
-        eval_loss = parts.evaluate() if due else None
-        if step % settings.log_every == 0 or step in (start + 1, settings.steps) or skipped or eval_loss is not None:
+        eval_loss = parts.evaluate() if _evaluated(settings, step) else None
+        if logged or skipped:
             parts.report(
                 StepMetrics(
                     step=step,
@@ -103,6 +108,7 @@ def train(config: Config, parts: Parts, start: int, tokens: int) -> Outcome:
                     scale_epoch=epoch,
                     skipped=skipped,
                     eval_loss=eval_loss,
+                    extra=extra,
                 )
             )
         stopped = parts.stop() if step < settings.steps else None
@@ -113,3 +119,12 @@ def train(config: Config, parts: Parts, start: int, tokens: int) -> Outcome:
     if stopped and saved != step:
         parts.save(step, tokens)
     return Outcome(step, tokens, stopped)
+
+
+def _evaluated(settings: TrainConfig, step: int) -> bool:
+    return bool(settings.eval_every) and (step % settings.eval_every == 0 or step == settings.steps)
+
+
+def _logged(settings: TrainConfig, step: int, start: int) -> bool:
+    """Whether step ``step`` (from 1) is reported whatever it brings; a skipped one is too."""
+    return step % settings.log_every == 0 or step in (start + 1, settings.steps) or _evaluated(settings, step)

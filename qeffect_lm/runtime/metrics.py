@@ -24,7 +24,7 @@ from typing import Any
 
 from qeffect_lm.errors import QEffectError
 
-Value = float | int | str | bool | None
+Value = float | int | str | bool | None | list[float] | list[int]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class StepMetrics:
     ranks, ``tokens_per_second`` over all ranks, ``step_ms`` milliseconds of wall time, ``scale_epoch`` the
     epoch of the FP8 scales the step read (None without FP8), ``skipped`` true when a non-finite value made
     it change nothing, ``eval_loss`` the held-out loss in nats per token where one was measured after this
-    step. None means not measured. ``extra`` holds further scalars under names of their own.
+    step. None means not measured. ``extra`` holds further values under names of their own: scalars, and lists
+    of finite numbers with one entry per pipeline rank.
 
     Raises ValueError when a name in ``extra`` is one of the fields.
     """

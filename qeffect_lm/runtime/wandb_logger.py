@@ -101,7 +101,12 @@ class WandbLogger:
         on."""
         if self._run is None:
             return
-        row = {key: value for key, value in metrics.as_dict().items() if value is not None and key != "step"}
+        row: dict[str, Any] = {}
+        for key, value in metrics.as_dict().items():
+            if isinstance(value, list):
+                row |= {f"{key}/{rank}": one for rank, one in enumerate(value)}
+            elif value is not None and key != "step":
+                row[key] = value
         row["skipped"] = int(metrics.skipped)
         try:
             # Without step=: the client's own step must not decide what is kept.

@@ -130,7 +130,7 @@ class Ranks:
     def __init__(self, settings: Config, monkeypatch: pytest.MonkeyPatch, *, when: str = "late") -> None:
         self.world = settings.parallel.pp
         self.wire = Wire(when)
-        for module in ("step_end", "evaluate"):
+        for module in ("step_end", "evaluate", "measure"):
             monkeypatch.setattr(f"pipeline.{module}.gather_rows", self._gather)
         self.transports = [FakeTransport(self.wire, rank) for rank in range(self.world)]
         self.parts: list[Assembly] = []
