@@ -19,7 +19,10 @@ from qeffect_lm.modelcheck.program import (
     FORWARD,
     HOST,
     LAYOUTS,
+    MAX_MERGE,
+    READ,
     WEIGHTS,
+    WRITE,
     Abandon,
     Begin,
     Bump,
@@ -51,13 +54,14 @@ def random_program(rng: Random) -> Program:
     window = rng.choice(("step", "step", "microbatch"))
     keys = tuple(rng.sample(KEYS, rng.choice((1, 1, 1, 2, 2, 3))))
     script = _Script(rng, window, keys)
-    ops = script.plain() if rng.random() < 0.12 else script.steps()
-    if rng.random() < 0.5:
+    plain = rng.random() < 0.25
+    ops = script.plain() if plain else script.steps()
+    if rng.random() < (0.1 if plain else 0.5):
         for _ in range(rng.choice((1, 1, 1, 2))):
             ops = _altered(rng, ops)
     ops = _launched(ops)
-    woven = _Weaver(rng, Program(window, tuple(ops), keys)).weave()
-    if rng.random() < 0.35:
+    woven = _Weaver(rng, Program(window, tuple(ops), keys)).weave(restless=plain)
+    if rng.random() < (0.55 if plain else 0.35):
         for _ in range(rng.choice((1, 1, 1, 2, 3))):
             woven = _edges_altered(rng, woven)
     woven = _closed_where_opened(woven)
@@ -94,10 +98,14 @@ class _Script:
         return tuple(found.values())
 
     def plain(self) -> list[Op]:
-        for _ in range(self.rng.randint(3, MAX_ACTIONS)):
-            if self.rng.random() < 0.08:
+        """Accesses alone; half of the time to few bytes, by readers and mergers that only a last writer must wait for."""
+        rng = self.rng
+        few = rng.random() < 0.5
+        for _ in range(rng.randint(3, MAX_ACTIONS)):
+            if rng.random() < 0.06:
                 self.ops.append(Settle())
-            self.add(None, self.touch(3))
+            kind = rng.choice((READ, READ, MAX_MERGE, MAX_MERGE, WRITE))
+            self.add(None, (Touch("x", kind, *rng.choice(((0, 8), (0, 8), (0, 4), (4, 8)))),) if few else self.touch(3))
         return self.ops
 
     def steps(self) -> list[Op]:
@@ -375,9 +383,9 @@ class _Weaver:
         self.kept: dict[str, list[tuple[int, set[int]]]] = {stream: [] for stream in STREAMS}
         self.stream: dict[int, str] = {}
 
-    def weave(self) -> list[Op]:
+    def weave(self, restless: bool) -> list[Op]:
         rng = self.rng
-        pool = STREAMS[: rng.choice((1, 2, 2, 3, 3))]
+        pool = STREAMS if restless else STREAMS[: rng.choice((1, 2, 2, 3, 3))]
         at = rng.choice(pool)
         for place, op in enumerate(self.script.ops):
             if not isinstance(op, Launch):
@@ -385,7 +393,7 @@ class _Weaver:
                 if isinstance(op, Settle | Abandon):
                     self.known[HOST] |= set(self.stream)
                 continue
-            if rng.random() < 0.5:
+            if restless or rng.random() < 0.5:
                 at = HOST if rng.random() < 0.12 else rng.choice(pool)
             self.order(place, at)
             self.ops.append(replace(op, stream=at))
