@@ -8,7 +8,7 @@ makes them. Other modes wrap nothing and pay nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import wraps
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,7 @@ class Tracer:
         }
         for part in PARTS:
             self._watch(part, getattr(ledger, part))
+        self._wrap_bump(ledger.versions)
 
     # ---- attaching ---------------------------------------------------------------------------------------------
 
@@ -57,19 +58,25 @@ class Tracer:
     def _watched(self, call: Callable[..., Any], after: Callable[..., None] | None) -> Callable[..., Any]:
         @wraps(call)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if after is not None:  # an iterator is read twice then
-                args = tuple(tuple(a) if isinstance(a, Iterator) else a for a in args)
-                kwargs = {key: tuple(a) if isinstance(a, Iterator) else a for key, a in kwargs.items()}
             try:
                 result = call(*args, **kwargs)
             except ContractViolation as error:
                 self.violation(error)
                 raise
-            if after is not None and not self.silent:
+            if after is not None and not self._inside and not self.silent:
                 after(result, *args, **kwargs)
             return result
 
         return watched
+
+    def _wrap_bump(self, versions: Any) -> None:
+        bump = versions.bump
+
+        @wraps(bump)
+        def bumped(names: Iterable[str] | None = None) -> None:
+            bump(None if names is None else tuple(names))  # an iterator is read twice: once for the trace
+
+        versions.bump = bumped
 
     def detach(self) -> None:
         """Give the ledger's parts their own methods back."""
@@ -135,7 +142,7 @@ class Tracer:
         self._write("g", graphs)
 
     def violation(self, error: ContractViolation) -> None:
-        """Write ``error``, once, with the effects of the eager action that it ends, and flush."""
+        """Write ``error``, once, with the effects of the eager action that it ends."""
         if self.silent or error.traced:
             return
         error.traced = True
@@ -147,21 +154,18 @@ class Tracer:
         self._inside = False
         self._doing = None
         self._write("!", told)
-        self._writer.flush()
 
     # ---- what the parts do ---------------------------------------------------------------------------------------
 
     def _stream_launched(self, _: None, stream: str) -> None:
-        if not self._inside:
-            self.launch(stream, (), "")
-            self._inside = False
+        self.launch(stream, (), "")
+        self._inside = False
 
     def _accessed(
         self, _: None, stream: str, buffer: Hashable, kind: str, who: str = "", lo: int = 0, hi: int = WHOLE
     ) -> None:
-        if not self._inside:
-            self.launch(stream, [(buffer, kind, lo, hi)], who)
-            self._inside = False
+        self.launch(stream, [(buffer, kind, lo, hi)], who)
+        self._inside = False
 
     def _recorded(self, event: Event, *_: Any, **__: Any) -> None:
         covers = [] if event.covers is None else [sorted(map(buffer_name, event.covers))]
@@ -181,8 +185,7 @@ class Tracer:
         self._write("v", self._versions(self._ledger.versions.versions if names is None else names))
 
     def _cast(self, _: None, name: str, *, epoch: int, **__: Any) -> None:
-        if not self._inside:
-            self._write("f", epoch, self._versions([name]))
+        self._write("f", epoch, self._versions([name]))
 
     def _empty(self, _: None, name: str) -> None:
         self._write("u", name)

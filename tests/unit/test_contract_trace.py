@@ -374,7 +374,6 @@ def test_a_closed_writer_takes_no_more(path):
     writer.close()
     writer.close()
     writer.write("z")
-    writer.flush()
     assert writer.intern("late") == 0
     (run,), _ = read_trace(path)
     assert run.about["rank"] == 3 and "started" in run.about
@@ -410,3 +409,11 @@ def test_what_is_no_trace_is_refused(content, message, tmp_path):
 
 def test_buffer_names():
     assert [buffer_name(b) for b in ("x", ("x", 0, 1), 7)] == ["x", "x.0.1", "7"]
+
+
+def test_the_format_is_documented():
+    """The page describes the file with the lines of the module's docstring, and every record that is written is among them."""
+    block = [line[4:] for line in (trace_module.__doc__ or "").splitlines() if line.startswith("    ")]
+    page = (Path(__file__).resolve().parents[2] / "docs/explain.md").read_text()
+    assert "```\n" + "\n".join(block) + "\n```" in page
+    assert all(f'["{code}"' in "\n".join(block) for code in [*trace_module._EFFECTS, "=", trace_module.MAGIC])
