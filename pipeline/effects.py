@@ -30,6 +30,7 @@ from pipeline.program import (
 from pipeline.schedules import Placement
 from pipeline.slots import Key
 from qeffect_lm.contract.streams import Access
+from qeffect_lm.errors import UsageError
 
 READ, WRITE, MERGE = Access.READ, Access.WRITE, Access.MAX_MERGE
 _SCALES = {"F": "forward", "I": "backward"}
@@ -153,9 +154,19 @@ def program(plan: Plan, caches: bool = True) -> Program:
     Args:
         plan: of I and W; its B must have been split.
         caches: False where no weight is kept in FP8, so that none is refreshed.
+
+    Raises:
+        UsageError: it holds a B.
     """
-    rows = tuple(_Row(plan, rank).write(plan.actions[rank], caches) for rank in range(plan.num_ranks))
-    return Program(plan.schedule, plan.placement, plan.microbatches, plan.window, rows)
+    rows = tuple(rank_program(plan, rank, caches) for rank in range(plan.num_ranks))
+    return Program(plan.schedule, plan.placement, plan.microbatches, plan.window, rows, plan.allow_unordered)
+
+
+def rank_program(plan: Plan, rank: int, caches: bool = True) -> tuple[Op, ...]:
+    """One rank's part of :func:`program`."""
+    if any(action.kind is Kind.B for action in plan.actions[rank]):
+        raise UsageError("the engine runs I and W, this plan holds B: split it first")
+    return _Row(plan, rank).write(plan.actions[rank], caches)
 
 
 class _Row:

@@ -34,7 +34,7 @@ class Mutant:
 
     how: str
     what: str
-    subject: Plan | Program | list[list[Action]]
+    subject: Program | list[list[Action]]
 
 
 @dataclass
@@ -83,32 +83,33 @@ class Score:
         return [*lines, f"{last} {len(self.wrong_survivors):>7}"]
 
 
-def score(plan: Plan, sample: int | None = None, seed: int = 0, simulate_rejected: bool = True) -> Score:
-    """Mutation testing of a valid plan.
+def score(subject: Plan | Program, sample: int | None = None, seed: int = 0) -> Score:
+    """Mutation testing of a valid plan: of its actions and of its effects; of a program: of its effects.
 
     Args:
-        sample: how many mutants, drawn with ``seed``, half of the plan's actions and half of its effects as far as there are
-            so many; None: all.
-        simulate_rejected: False leaves them ``unknown``, which is faster.
+        sample: how many mutants, drawn with ``seed``; None: all.
+
+    Raises:
+        PlanError: the plan itself is rejected.
     """
-    prove(plan)
-    chosen: list[Mutant] = []
-    for mutants in (plan_mutants(plan), effects_mutants(program_of(plan))):
-        everything = list(mutants)
-        if sample is not None:
-            everything = random.Random(seed).sample(everything, min(len(everything), (sample + len(chosen)) // 2))
-        chosen += everything
-    return judge(plan, chosen, simulate_rejected)
+    prove(subject)
+    program = program_of(subject) if isinstance(subject, Plan) else subject
+    mutants = list(effects_mutants(program))
+    if isinstance(subject, Plan):
+        mutants += plan_mutants(subject)
+    if sample is not None and sample < len(mutants):
+        mutants = random.Random(seed).sample(mutants, sample)
+    return judge(subject, mutants)
 
 
-def judge(plan: Plan, mutants: Iterable[Mutant], simulate_rejected: bool = True) -> Score:
+def judge(subject: Plan | Program, mutants: Iterable[Mutant]) -> Score:
     """Check every mutant, and simulate it."""
     simulator, result = Simulator(), Score()
-    valid = simulator.run(program_of(plan))
+    valid = simulator.run(program_of(subject) if isinstance(subject, Plan) else subject)
     assert valid.sound, "the simulator finds fault with the valid plan"
     for mutant in mutants:
         kind = f"{'effects' if isinstance(mutant.subject, Program) else 'plan'} {mutant.how}"
-        program, error = _checked(plan, mutant.subject)
+        program, error = _checked(subject, mutant.subject)
         if error is None:
             assert program is not None
             outcome = simulator.run(program)
@@ -121,8 +122,6 @@ def judge(plan: Plan, mutants: Iterable[Mutant], simulate_rejected: bool = True)
             result.unplaced.append(f"{kind}: {mutant.what}: {error}")
         if program is None:
             result.unexpressed[kind] += 1
-        elif not simulate_rejected:
-            result.unknown[kind] += 1
         else:
             outcome = simulator.run(program)
             right = outcome.sound and outcome.finals == valid.finals
@@ -132,23 +131,22 @@ def judge(plan: Plan, mutants: Iterable[Mutant], simulate_rejected: bool = True)
     return result
 
 
-def _checked(plan: Plan, subject: Plan | Program | list[list[Action]]) -> tuple[Program | None, PlanError | None]:
+def _checked(valid: Plan | Program, mutant: Program | list[list[Action]]) -> tuple[Program | None, PlanError | None]:
     """The program of a mutant, as far as it has one, and why it is rejected, if it is."""
-    program: Program | None = subject if isinstance(subject, Program) else None
-    changed: Plan | Program | None = program
+    program: Program | None = None
     try:
-        if isinstance(subject, list):
-            rows = tuple(map(tuple, subject))
-            changed = replace(plan, actions=rows)  # colours its slots: fails where an action has no place
-            program = program_of(changed)
-    except (LookupError, PlanError, UsageError):
-        pass
-    try:
-        if changed is None:
-            assert isinstance(subject, list)
-            validate(subject, plan.placement, plan.microbatches, lowered=True, window=plan.window)
-            raise AssertionError("a plan that has no slots was accepted")
-        prove(changed)
+        if isinstance(mutant, Program):
+            program = mutant
+        else:
+            assert isinstance(valid, Plan)
+            try:  # fails where an action has no slot
+                program = program_of(replace(valid, actions=tuple(map(tuple, mutant))))
+            except (LookupError, PlanError, UsageError):
+                pass
+            unordered, window = valid.allow_unordered, valid.window
+            validate(mutant, valid.placement, valid.microbatches, lowered=True, allow_unordered=unordered, window=window)
+            assert program is not None, "a plan that has no slots was accepted"
+        prove(program)
     except PlanError as error:
         return program, error
     return program, None

@@ -195,13 +195,17 @@ def _accesses(words: Iterable[str]) -> BufferAccesses:
 
 @dataclass(frozen=True)
 class Program:
-    """What every rank does in one optimizer step: ``rows[rank]`` in host order."""
+    """What every rank does in one optimizer step: ``rows[rank]`` in host order.
+
+    ``unordered`` declares that F, I and W of a chunk may leave microbatch order, so that sums depend on the schedule.
+    """
 
     schedule: str
     placement: Placement
     microbatches: int
     window: str
     rows: tuple[tuple[Op, ...], ...]
+    unordered: bool = False
 
     def with_row(self, rank: int, row: Iterable[Op]) -> Program:
         """The same program with another row for one rank."""
@@ -215,6 +219,7 @@ class Program:
             "placement": list(self.placement.ranks),
             "microbatches": self.microbatches,
             "window": self.window,
+            "unordered": self.unordered,
             "ranks": [[str(op) for op in row] for row in self.rows],
         }
         return json.dumps(document, indent=1) + "\n"
@@ -237,7 +242,8 @@ class Program:
             if len(lines) != placement.num_ranks:
                 raise ValueError(f"{len(lines)} ranks, the placement has {placement.num_ranks}")
             rows = tuple(tuple(_parsed(line, rank, place) for place, line in enumerate(row)) for rank, row in enumerate(lines))
-            return cls(str(document["schedule"]), placement, microbatches, window, rows)
+            unordered = document.get("unordered", False) is True
+            return cls(str(document["schedule"]), placement, microbatches, window, rows, unordered)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"not a plan with its effects: {type(error).__name__}: {error}") from None
 

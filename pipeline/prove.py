@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from pipeline.actions import Action, Kind
 from pipeline.effects import program as program_of
+from pipeline.effects import rank_program
 from pipeline.plan import Plan
 from pipeline.program import COMPLETE, LAUNCH, TRANSFERS, Op, Program
 from pipeline.prove_rank import RankCheck
@@ -49,7 +50,8 @@ def prove(subject: Plan | Program) -> Proof:
     if isinstance(subject, Plan):
         subject.validate()
         subject = program_of(subject)
-    checks = [RankCheck(subject, rank) for rank in range(subject.placement.num_ranks)]
+    about = subject.placement, subject.microbatches, subject.window, subject.unordered
+    checks = [RankCheck(row, rank, *about) for rank, row in enumerate(subject.rows)]
     for check in checks:
         for _ in range(STEPS):
             check.run()
@@ -57,6 +59,19 @@ def prove(subject: Plan | Program) -> Proof:
     for buffered in (False, True):
         _check_progress(subject, buffered)
     return _proof(subject, checks, messages)
+
+
+def prove_rank(plan: Plan, rank: int) -> None:
+    """The part of :func:`prove` that concerns one rank's engine; messages and progress follow from the plan's own rules, which
+    :meth:`Plan.validate` has checked. When every rank has done it for itself, the plan is proved.
+
+    Raises:
+        PlanError: at the first illegal operation.
+    """
+    about = plan.placement, plan.microbatches, plan.window, plan.allow_unordered
+    check = RankCheck(rank_program(plan, rank), rank, *about)
+    for _ in range(STEPS):
+        check.run()
 
 
 def _proof(program: Program, checks: list[RankCheck], messages: int) -> Proof:

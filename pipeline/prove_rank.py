@@ -24,9 +24,9 @@ from pipeline.program import (
     WAIT,
     Buffer,
     Op,
-    Program,
     buffer_text,
 )
+from pipeline.schedules import Placement
 from qeffect_lm.contract.errors import ContractViolation, GradSlotError, PlanError, ScaleOrderError, StaleWeightError
 from qeffect_lm.contract.grads import GradSlot, GradSlots
 from qeffect_lm.contract.leases import Slot
@@ -91,21 +91,30 @@ class Counts:
 
 
 class RankCheck:
-    """The state of one rank between two operations. :meth:`run` checks one step; what it leaves is the next one's start."""
+    """The state of one rank between two operations. :meth:`run` checks one step; what it leaves is the next one's start.
 
-    def __init__(self, program: Program, rank: int) -> None:
-        self._program, self._placement, self._rank = program, program.placement, rank
+    Args:
+        row: the rank's program.
+        rank, placement, microbatches, window, unordered: of the plan.
+    """
+
+    def __init__(
+        self, row: Sequence[Op], rank: int, placement: Placement, microbatches: int, window: str, unordered: bool
+    ) -> None:
+        self._rank, self._placement, self._microbatches, self._window = rank, placement, microbatches, window
         self._chunks = self._placement.chunks(rank)
         self._last = self._placement.num_chunks - 1
         self._shapes = Effects(self._placement, rank, _AnySlot(), _AnySlot())
         self._required: dict[tuple[str, int | None], frozenset] = {}
-        self._ops = [(op, tuple((buffer, Access(access)) for buffer, access in op.accesses)) for op in program.rows[rank]]
+        self._ops = [(op, tuple((buffer, Access(access)) for buffer, access in op.accesses)) for op in row]
         self._ledger = self._make_ledger()
         self._events: dict[int, Event] = {}
         self._held: dict[Buffer, _Held] = {}
         self._transfers: dict[tuple[str, int, int], bool] = {}  # posted in this step → completed
         self._reduced: dict[str, tuple[int, int] | None] = {}  # window microbatch: whose amax were merged over replicas
         self._losses: set[int] = set()
+        self._unordered = unordered
+        self._newest: dict[tuple[str, int], int] = {}  # of F, I and W of a chunk, the last microbatch
         self._phase = "ended"
         self._epochs = dict(self._ledger.timeline.epochs)  # at the step's start
         self._version = 0
@@ -116,9 +125,9 @@ class RankCheck:
         forward, backward = Direction.FORWARD, Direction.BACKWARD
         roles = [ScaleRole(f"{chunk}.{name}", forward, 1.0) for chunk in self._chunks for name in ("input", "weight")]
         roles += [ScaleRole(f"{chunk}.grad_output", backward, 1.0) for chunk in self._chunks]
-        timeline = ScaleTimeline(roles, window=self._program.window, history=1)
+        timeline = ScaleTimeline(roles, window=self._window, history=1)
         for kind, direction in _DIRECTION.items():
-            everyone = [(kind, chunk, m) for chunk in self._chunks for m in range(self._program.microbatches)]
+            everyone = [(kind, chunk, m) for chunk in self._chunks for m in range(self._microbatches)]
             timeline.expect(direction, everyone)
         weights = [f"{chunk}.weight" for chunk in self._chunks]
         nothing: Any = None  # no tensor: only the writers are counted
@@ -186,6 +195,7 @@ class RankCheck:
         self._events.clear()
         self._transfers.clear()
         self._losses.clear()
+        self._newest.clear()
         self._reduced.clear()
 
     def _end(self) -> None:
@@ -234,8 +244,8 @@ class RankCheck:
             chunk, microbatch = op.key
             if chunk not in self._chunks:
                 self._refuse(f"chunk {chunk} does not live on rank {self._rank}")
-            if microbatch >= self._program.microbatches:
-                self._refuse(f"microbatch out of range: the step has {self._program.microbatches} microbatches")
+            if microbatch >= self._microbatches:
+                self._refuse(f"microbatch out of range: the step has {self._microbatches} microbatches")
         said = {name for name in _ALL_FIELDS if getattr(op, name) is not None}
         if said != _FIELDS.get(op.work, set()):
             wanted = ", ".join(sorted(_FIELDS.get(op.work, set()))) or "nothing"
@@ -269,13 +279,13 @@ class RankCheck:
                 self._refuse(f"chunk {neighbour} lives on rank {other}: its input has to be sent")
             if work == "LOSS" and chunk != self._last:
                 self._refuse("only the last chunk has a loss")
-        window = "microbatch" if work in ("COMMIT_F", "COMMIT_I", "REDUCE_F", "REDUCE_I") else self._program.window
-        if window != self._program.window or (work == "COMMIT" and window != "step"):
-            self._refuse(f"no {work} in window {self._program.window}")
+        window = "microbatch" if work in ("COMMIT_F", "COMMIT_I", "REDUCE_F", "REDUCE_I") else self._window
+        if window != self._window or (work == "COMMIT" and window != "step"):
+            self._refuse(f"no {work} in window {self._window}")
 
     def _move_phase(self, op: Op) -> None:
         if op.work == "REFRESH":
-            before, after = "committed" if self._program.window == "step" else "stepped", "refreshed"
+            before, after = "committed" if self._window == "step" else "stepped", "refreshed"
         else:
             before, after = _PHASES.get(op.work, ("open", "open"))
         if self._phase != before:
@@ -336,6 +346,12 @@ class RankCheck:
     def _act(self, op: Op) -> None:
         chunk, microbatch = op.key
         assert op.i_slot is not None and op.w_slot is not None
+        newest = self._newest.get((op.work, chunk), -1)
+        if newest > microbatch and not self._unordered:
+            self._refuse(
+                f"{op.work} of chunk {chunk} leaves microbatch order (after {newest}): sums would depend on the schedule"
+            )
+        self._newest[op.work, chunk] = microbatch
         used = {buffer[:2]: buffer[2] for buffer, _ in op.accesses if len(buffer) == 3 and not isinstance(buffer, str)}
         for name, slot in (("retained_I", op.i_slot), ("retained_W", op.w_slot)):
             if used.get((name, chunk), slot) != slot:
@@ -381,9 +397,9 @@ class RankCheck:
         if work == "LOSS":
             self._losses.add(op.key[1])
         elif work == "REDUCE":  # which already must have them all; from here on none may be written
-            ledger.grads.check_complete(self._program.microbatches)
-        elif work == "SUM" and self._last in self._chunks and len(self._losses) != self._program.microbatches:
-            raise GradSlotError(f"losses are summed when {len(self._losses)} of {self._program.microbatches} are there")
+            ledger.grads.check_complete(self._microbatches)
+        elif work == "SUM" and self._last in self._chunks and len(self._losses) != self._microbatches:
+            raise GradSlotError(f"losses are summed when {len(self._losses)} of {self._microbatches} are there")
         elif work == "STEP":
             ledger.versions.bump()
             self._require_version(op)

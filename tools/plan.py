@@ -4,12 +4,18 @@
     python -m tools.plan --schedule auto --stages 8 --microbatches 24 --costs 18.522,18.086,9.337,0.601 --memory-limit 8
     python -m tools.plan --schedule zb-v --stages 4 --microbatches 8 --svg zb-v.svg
     python -m tools.plan --schedule interleaved-1f1b --chunks 3 --stages 4 --microbatches 8 --json
+    python -m tools.plan --schedule zb-h1 --stages 4 --microbatches 8 --check
+    python -m tools.plan --plan runs/demo/checkpoints/step_00000100/manifest.json --check --mutants 300
 
 Without another choice the step is drawn in the terminal. Times are those of all the layers of a stage (rank); where a
 rank has several chunks each takes its share. 1F1B, GPipe and interleaved 1F1B are shown as they were published, with
 one undivided backward B = I + W; with ``--w-delay`` as the engine runs them, I and W apart.
 
-Exit code 0: the plan is valid, 2: it cannot be made, with one line that says why.
+``--check`` proves the plan with its effects (slots, scales, cached weights, edges between streams, library workspaces,
+messages) for every interleaving, without a GPU: one line for each property. docs/plan-check.md explains it.
+
+Exit code 0: the plan is valid; 1: --check rejects it, with rank, position, action and reason; 2: it cannot be made or read,
+with one line that says why.
 """
 
 from __future__ import annotations
@@ -31,6 +37,8 @@ from pipeline.schedules import SCHEDULES, find_schedule, fused
 from pipeline.simulate import Simulation, peak_activations, simulate
 from pipeline.timeline_picture import IDLE, blocks, svg
 from pipeline.timeline_text import MIN_WIDTH, render
+from pipeline.validate import WINDOWS
+from qeffect_lm.contract.errors import PlanError
 from qeffect_lm.errors import UsageError
 from qeffect_lm.units import parse_bytes
 from tools.common import add_traceback, run_tool
@@ -70,9 +78,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--schedule", required=True, metavar="NAME", help=f"{', '.join(SCHEDULES)}, or auto: made for these costs and limit")
-    add("--stages", required=True, type=int, metavar="P", help="pipeline ranks")
-    add("--microbatches", required=True, type=int, metavar="M", help="per optimizer step")
+    add("--schedule", metavar="NAME", help=f"{', '.join(SCHEDULES)}, or auto: made for these costs and limit")
+    add("--stages", type=int, metavar="P", help="pipeline ranks")
+    add("--microbatches", type=int, metavar="M", help="per optimizer step")
     add("--chunks", type=int, metavar="V", help="chunks per rank, for interleaved-1f1b (2)")
     add(
         "--costs",
@@ -92,6 +100,26 @@ def _parser() -> argparse.ArgumentParser:
     add("--placements", default=",".join(SHAPES), metavar="LIST", help=f"what auto may use ({','.join(SHAPES)})")
     add("--effort", type=float, default=1.0, help="how long auto searches (1)")
     add("--lowered", action="store_true", help="with --json or --csv: with messages and the step's end")
+    checks = parser.add_argument_group("checking a plan")
+    check = checks.add_argument
+    check("--check", action="store_true", help="prove the plan with its effects, as the engine runs it (I and W apart)")
+    check(
+        "--plan",
+        metavar="FILE",
+        type=Path,
+        help="with --check, instead of a schedule: a stored plan, a checkpoint or its manifest.json, or a plan with effects of "
+        "its own (see --effects)",
+    )
+    check("--window", choices=WINDOWS, help="with --check: when scales are committed (step)")
+    check("--effects", metavar="FILE", type=Path, help="with --check: write the plan with its effects to a file, to be edited")
+    check(
+        "--mutants",
+        nargs="?",
+        const="300",
+        metavar="N",
+        help="with --check: break the plan in N ways (300; or all) and print how many are noticed, each judged by a simulator "
+        "of all interleavings; for small plans",
+    )
     add("--width", type=int, metavar="COLUMNS", help="of the drawing (the terminal's)")
     add("--svg", metavar="FILE", type=Path, help="write the picture to a file")
     form = parser.add_mutually_exclusive_group()
@@ -102,6 +130,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.check:
+        return _check(args)
+    for name in ("plan", "window", "effects", "mutants"):
+        if getattr(args, name) is not None:
+            raise UsageError(f"--{name} goes with --check")
+    _require_sizes(args)
     costs = _costs(args.costs, args.stages)
     sizes = _sizes(args.memory, args.memory_limit)
     found: Auto | None = None
@@ -130,6 +164,49 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _require_sizes(args: argparse.Namespace) -> None:
+    missing = [f"--{name}" for name in ("schedule", "stages", "microbatches") if getattr(args, name) is None]
+    if missing:
+        raise UsageError(f"the following arguments are required: {', '.join(missing)}")
+
+
+def _check(args: argparse.Namespace) -> int:
+    """``--check``: of a file, or of a schedule as the engine runs it."""
+    from tools import plan_check  # imports torch, which drawing does not need
+
+    if args.csv or args.svg is not None:
+        raise UsageError("--check draws nothing: leave --csv and --svg out")
+    mutants = None
+    if args.mutants is not None:
+        if args.mutants != "all" and not re.fullmatch(r"[1-9]\d*", args.mutants):
+            raise UsageError(f"--mutants {args.mutants}: a number from 1 on, or 'all'")
+        mutants = 0 if args.mutants == "all" else int(args.mutants)
+    try:
+        if args.plan is not None:
+            names = "schedule", "stages", "microbatches", "window"
+            given = [f"--{name}" for name in names if getattr(args, name) is not None]
+            if given:
+                raise UsageError(f"--plan FILE says all that {', '.join(given)} would: leave them out")
+            subject = plan_check.load(args.plan)
+        else:
+            _require_sizes(args)
+            subject = _engine_plan(args)
+    except PlanError as error:
+        return plan_check.rejected(error, args.json)
+    return plan_check.check(subject, as_json=args.json, mutants=mutants, effects=args.effects)
+
+
+def _engine_plan(args: argparse.Namespace) -> Plan:
+    """The schedule's plan as a run would have it: I and W apart."""
+    if args.schedule == "auto":
+        plan, _ = _auto(args, _costs(args.costs, args.stages), _sizes(args.memory, args.memory_limit))
+        compute = _compute(plan)
+        return make_plan(plan.schedule, compute, plan.placement, plan.microbatches, window=args.window or "step")
+    return build_plan(
+        _known(args.schedule), args.stages, args.microbatches, _delay(args), args.window or "step", chunks=args.chunks
+    )
+
+
 def _auto(args: argparse.Namespace, costs: tuple[Any, Any, Any, float], sizes: Sizes) -> tuple[Plan, Auto]:
     if args.chunks is not None or args.w_delay is not None:
         raise UsageError("auto chooses chunks and W itself; leave --chunks and --w-delay out, or choose with --placements")
@@ -148,16 +225,23 @@ def _auto(args: argparse.Namespace, costs: tuple[Any, Any, Any, float], sizes: S
 
 
 def _named(args: argparse.Namespace) -> Plan:
-    if args.schedule not in SCHEDULES:
-        raise UsageError(f"unknown schedule {args.schedule!r}; use one of {', '.join(SCHEDULES)}, auto")
-    schedule = SCHEDULES[args.schedule]
+    schedule = SCHEDULES[_known(args.schedule)]
     p, m = args.stages, args.microbatches
     if args.w_delay is None and not schedule.own_lag:
         return make_plan(schedule.name, fused(schedule(p, m, 0, args.chunks)), schedule.placement(p, args.chunks), m)
+    return build_plan(schedule.name, p, m, _delay(args), chunks=args.chunks)
+
+
+def _known(schedule: str) -> str:
+    if schedule not in SCHEDULES:
+        raise UsageError(f"unknown schedule {schedule!r}; use one of {', '.join(SCHEDULES)}, auto")
+    return schedule
+
+
+def _delay(args: argparse.Namespace) -> int | None:
     if args.w_delay not in (None, "stage") and not re.fullmatch(r"\d+", args.w_delay):
         raise UsageError(f"--w-delay {args.w_delay}: a number of microbatches from 0 on, or 'stage'")
-    delay = None if args.w_delay == "stage" else int(args.w_delay or 0)
-    return build_plan(schedule.name, p, m, delay, chunks=args.chunks)
+    return None if args.w_delay == "stage" else int(args.w_delay or 0)
 
 
 def _costs(text: str, stages: int) -> tuple[Any, Any, Any, float]:

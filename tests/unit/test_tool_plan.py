@@ -201,3 +201,98 @@ def test_as_a_program() -> None:
     assert done.returncode == 0 and round(json.loads(done.stdout)["bubble_rate"], 4) == 0.1585
     wrong = subprocess.run([*command[:3], "--schedule", "x", *PAPER], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and wrong.stdout == ""
+
+
+# ---- --check ---------------------------------------------------------------------------------------------------------
+
+SMALL = ["--schedule", "zb-h1", "--stages", "2", "--microbatches", "3", "--check"]
+PROPERTIES = ["leases", "slots", "scales", "caches", "edges", "workspaces", "gradients", "messages", "progress"]
+
+
+def rejected(capsys, *arguments: str) -> str:
+    """What a rejecting check prints: on stdout, with exit code 1."""
+    assert tool.main(arguments) == 1
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def test_check_prints_a_line_per_property(run) -> None:
+    out = run(*SMALL)
+    first, *lines = out.splitlines()
+    assert first.startswith("zb-h1: 2 stages, 3 microbatches, window step: proved for every interleaving, ")
+    assert [line.split()[0] for line in lines] == PROPERTIES
+    assert "  leases      12 microbatches of a chunk consumed exactly once, F then I then W" in lines
+    report = json.loads(run(*SMALL, "--window", "microbatch", "--json"))
+    assert report["valid"] is True and list(report["proved"]) == PROPERTIES and report["window"] == "microbatch"
+    assert report["proved"]["leases"] == 12 and report["proved"]["messages"] == 12
+    auto = json.loads(run("--schedule", "auto", *SMALL[2:], "--effort", "0.05", "--json"))
+    assert auto["valid"] is True and auto["proved"]["leases"] == 12 * auto["proved"]["caches"] // 24
+
+
+def test_check_of_files(run, capsys, tmp_path: Path) -> None:
+    """A stored plan, a checkpoint's manifest or folder, and a plan with effects of its own, sound and broken."""
+    plan = build_plan("1f1b", 2, 2, 1)
+    stored, folder, effects = tmp_path / "plan.json", tmp_path / "step_00000001", tmp_path / "effects.json"
+    stored.write_text(plan.to_json())
+    folder.mkdir()
+    (folder / "manifest.json").write_text(json.dumps({"format": 1, "meta": {"plan": plan.to_json()}}))
+    proved = json.loads(run("--plan", str(stored), "--check", "--json", "--effects", str(effects)))["proved"]
+    for file in (folder, folder / "manifest.json", effects):
+        assert json.loads(run("--plan", str(file), "--check", "--json"))["proved"] == proved
+    assert run("--plan", str(effects), "--check").startswith("1f1b with effects of its own: 2 stages")
+    text = effects.read_text()
+    assert text.count('"wait compute e3",') == 1
+    effects.write_text(text.replace('"wait compute e3",', '"wait recv_F e3",', 1))
+    arguments = "--plan", str(effects), "--check"
+    out = rejected(capsys, *arguments)
+    assert re.match(r"rejected at rank 0, position 24, action 0I0: StreamOrderError: 0I0 .* not ordered after 0RECV_B0", out)
+    report = json.loads(rejected(capsys, *arguments, "--json"))
+    assert (report["valid"], report["rank"], report["position"], report["action"]) == (False, 0, 24, "0I0")
+    assert report["reason"].startswith("StreamOrderError: 0I0")
+    words = plan.to_json().replace("1W0 1W1", "1W1 1W0").replace("1I1 1W0", "1I1 1W1")
+    stored.write_text(words.replace("0W1", "0W0"))
+    assert rejected(capsys, "--plan", str(stored), "--check").startswith("rejected at rank 0, position ")
+
+
+def test_check_with_mutants(run) -> None:
+    out = run("--schedule", "1f1b", "--stages", "1", "--microbatches", "1", "--check", "--mutants", "40")
+    assert out.splitlines()[-1].startswith("all 40 ") and out.splitlines()[-1].endswith(" 0") and "MISSED" not in out
+    arguments = ["--schedule", "1f1b", "--stages", "2", "--microbatches", "2", "--check", "--json", "--mutants", "30"]
+    mutants = json.loads(run(*arguments))["mutants"]
+    assert mutants["total"] == 30 and mutants["survivors_wrong"] == mutants["rejected_without_place"] == []
+    parts = ("rejected_wrong", "rejected_by_rule", "rejected_without_program", "rejected_unknown")
+    assert mutants["rejected"] == sum(mutants[part] for part in parts) == 30 - mutants["survivors_equal"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--plan", "/nowhere/plan.json"], "cannot read /nowhere/plan.json: No such file"),
+        (["--plan", __file__], "is no plan: not JSON"),
+        (["--plan", "OTHER"], "is no plan: not a stored plan"),
+        (["--plan", "EFFECTS"], "is no plan: not a plan with its effects"),
+        (["--plan", "LINE"], r"is no plan: 'jump' is no operation of a program.*\[rank=0, position=1\]"),
+        (["--plan", "NEWER"], "a program of format 2"),
+        (["--plan", "x", "--schedule", "1f1b"], "--plan FILE says all that --schedule would"),
+        (["--schedule", "1f1b"], "required: --stages, --microbatches"),
+        ([*SMALL, "--mutants", "few"], "--mutants few: a number from 1 on, or 'all'"),
+        ([*SMALL, "--svg", "x.svg"], "--check draws nothing"),
+        ([*SMALL, "--csv"], "--check draws nothing"),
+        ([*SMALL, "--effects", "/nowhere/e.json"], "cannot write /nowhere/e.json"),
+        (["--schedule", "zb-x", "--stages", "1", "--microbatches", "1"], "unknown schedule 'zb-x'"),
+    ],
+)
+def test_errors_of_check(run, tmp_path: Path, arguments: list[str], reason: str) -> None:
+    program = {"effects": 1, "schedule": "x", "placement": [0], "microbatches": 1, "window": "step"}
+    program["ranks"] = [["begin", "jump"]]
+    files = {"OTHER": "{}", "EFFECTS": '{"effects": 1}', "LINE": json.dumps(program), "NEWER": '{"effects": 2}'}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    given = [str(tmp_path / word) if word in files else word for word in arguments]
+    assert re.search(reason, run("--check", *given, code=2))
+
+
+def test_what_belongs_to_check(run) -> None:
+    for word, value in (("--plan", "x"), ("--window", "step"), ("--effects", "x"), ("--mutants", "3")):
+        assert f"{word} goes with --check" in run(*SMALL[:-1], word, value, code=2)
