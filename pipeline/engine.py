@@ -199,7 +199,7 @@ class Engine:
         return self.end.result()
 
     def _abandon(self, open_amax: torch.Tensor) -> None:
-        self._batch = None
+        self._batch = self.watch = None
         self._pending.clear()
         self._events.clear()
         for stage in self.stages.values():
