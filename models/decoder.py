@@ -34,8 +34,8 @@ class DecoderBlock(Layer):
         self.mlp_dropout = KeyedDropout(f"{name}.mlp_dropout", dropout)
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x, context), context), context)
-        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x, context), context), context)
+        x = x + self.attention_dropout(self.attention(x, context, self.attention_norm), context)
+        return x + self.mlp_dropout(self.mlp(x, context, self.mlp_norm), context)
 
 
 class EmbeddingBlock(Layer):

@@ -7,12 +7,17 @@ told by the contract's :class:`~qeffect_lm.contract.versions.WeightVersions`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
+from qeffect_lm import kernels
 from qeffect_lm.fp8.quantise import E4M3, Quantised
-from qeffect_lm.fp8.recipes import Recipe
+from qeffect_lm.fp8.recipes import DelayedScaling, Recipe
 from qeffect_lm.state import LogicalTensor, Role
+
+if TYPE_CHECKING:
+    from qeffect_lm.kernels.weights import Weight, WeightRefresh
 
 LAYOUTS = ("rows", "columns")
 
@@ -24,6 +29,7 @@ class WeightCache:
         """``weights``: parameter name → (layer, recipe, function that gives the master ``[out, in]``)."""
         self._sources = dict(weights)
         self.cached: dict[str, Quantised] = {}
+        self._together: WeightRefresh | None = None
         for name, (_, _, master) in self._sources.items():
             out_features, in_features = master().shape
             device = master().device
@@ -41,8 +47,22 @@ class WeightCache:
         return self._sources[name][0]
 
     def refresh_(self) -> None:
-        """Quantise every weight into its cache. Device work only: safe to capture, no contract calls."""
+        """Quantise every weight into its cache. Device work only: safe to capture, no contract calls.
+
+        On a GPU delayed weights are done together, in two launches, once :meth:`refresh_` ran outside a capture.
+        """
+        together = self._on_gpu()
+        if together:
+            weights = [weight for _, weight in together]
+            if self._together is None or self._together.addresses != [weight.addresses() for weight in weights]:
+                from qeffect_lm.kernels.weights import WeightRefresh
+
+                self._together = WeightRefresh(weights)
+            self._together.run()
+        done = {name for name, _ in together}
         for name, (layer, recipe, master) in self._sources.items():
+            if name in done:
+                continue
             made = recipe.weight(layer, master().bfloat16())
             cached = self.cached[name]
             assert made.rows is not None and made.columns is not None
@@ -50,6 +70,22 @@ class WeightCache:
             cached.rows.view(torch.uint8).copy_(made.rows.view(torch.uint8))
             cached.columns.view(torch.uint8).copy_(made.columns.view(torch.uint8))
             cached.scale_inv.copy_(made.scale_inv)
+
+    def _on_gpu(self) -> list[tuple[str, Weight]]:
+        """The weights that one kernel can refresh together: their scales are known before."""
+        found = []
+        for name, (layer, recipe, master) in self._sources.items():
+            if not isinstance(recipe, DelayedScaling) or master().dtype is not torch.float32:
+                continue
+            if not kernels.usable(master()):
+                continue
+            from qeffect_lm.kernels.weights import Weight
+
+            cached, role = self.cached[name], f"{layer}.weight"
+            assert cached.rows is not None and cached.columns is not None
+            scale, slot = recipe.timeline.scale_of(role), recipe.timeline.slot_of(role)
+            found.append((name, Weight(master(), cached.rows, cached.columns, scale, slot, cached.scale_inv)))
+        return found
 
     def logical_tensors(self) -> list[LogicalTensor]:
         """``cached_weight/<param>`` (as laid out ``[out, in]``) and the inverse scale it was made with."""

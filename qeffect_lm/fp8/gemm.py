@@ -1,33 +1,66 @@
-"""Scaled FP8 products, reference arithmetic: the exact dequantised product.
+"""Scaled FP8 products: the exact dequantised product on CPU, cuBLASLt on a GPU.
 
 An FP8 value is exact in float32, so each operand is dequantised with one rounding (times its inverse scale) and the product
 is a float32 GEMM with float32 accumulation. Against float64 this stays within the usual bound of a length-k float32 sum,
 ``(k + 2) * 2**-24 * sum |a||b|``. (``torch._scaled_mm`` on CPU computes the same values, five times slower.)
+
+On a GPU the tensor cores multiply FP8 directly (:class:`qeffect_lm.kernels.cublaslt.CublasLt`). Hopper keeps about 14 bits of a
+running FP8 sum and, unless fast accumulation is on, moves it to float32 registers at short intervals. F takes fast
+accumulation, I and W do not, as in Transformer Engine.
 
 Operand layouts are those of the hardware: both contiguous along the summed dimension.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from qeffect_lm.fp8.quantise import dequantise
 
+if TYPE_CHECKING:
+    from qeffect_lm.kernels.cublaslt import CublasLt
+
+GPU_DTYPES = (torch.bfloat16, torch.float16)  # beside FP8, what cuBLASLt accumulates in place
+
 
 def scaled_mm(
-    a: torch.Tensor, a_scale_inv: torch.Tensor, b: torch.Tensor, b_scale_inv: torch.Tensor, out_dtype: torch.dtype
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    out_dtype: torch.dtype,
+    *,
+    library: CublasLt | None = None,
+    fast_accumulation: bool = False,
 ) -> torch.Tensor:
-    """``(a * a_scale_inv) @ (b * b_scale_inv).T``; FP8 ``a`` ``[m, k]``, ``b`` ``[n, k]`` → ``[m, n]`` in ``out_dtype``."""
+    """``(a * a_scale_inv) @ (b * b_scale_inv).T``; FP8 ``a`` ``[m, k]``, ``b`` ``[n, k]`` → ``[m, n]`` in ``out_dtype``.
+
+    ``library``: the device's products, for tensors on a GPU; ``fast_accumulation`` matters there only.
+    """
+    if a.is_cuda:
+        out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+        _bound(library).matmul(
+            out, a, b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, fast_accumulation=fast_accumulation
+        )
+        return out
     product = torch.mm(dequantise(a, a_scale_inv), dequantise(b, b_scale_inv).t())
     return product if out_dtype is torch.float32 else product.to(out_dtype)
 
 
-def accumulate_mm(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: int) -> None:
+def accumulate_mm(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: int, *, library: CublasLt | None = None
+) -> None:
     """``out = beta * out + a @ b.T`` straight into ``out`` (a main-gradient view), no temporary and no zero-fill.
 
-    ``beta`` is 0 (what ``out`` held, NaN included, is gone) or 1. ``a`` ``[m, k]``, ``b`` ``[n, k]``, ``out`` ``[m, n]``,
-    all of one dtype.
+    ``beta`` is 0 (what ``out`` held, NaN included, is gone) or 1. ``a`` ``[m, k]``, ``b`` ``[n, k]``, ``out`` ``[m, n]``; the
+    product is made in ``out``'s dtype. 16-bit operands on a GPU go in as they are: their products are exact in float32.
     """
+    if a.is_cuda and a.dtype in GPU_DTYPES:
+        _bound(library).matmul(out, a, b, beta=beta)
+        return
+    a, b = a.to(out.dtype), b.to(out.dtype)
     if beta == 0:
         torch.mm(a, b.t(), out=out)
     else:
@@ -41,7 +74,17 @@ def accumulate_scaled_mm(
     b: torch.Tensor,
     b_scale_inv: torch.Tensor,
     beta: int,
+    *,
+    library: CublasLt | None = None,
 ) -> None:
-    """As :func:`accumulate_mm`, for FP8 operands; the product is made in ``out``'s dtype, float32 or float64."""
-    wide_a, wide_b = dequantise(a, a_scale_inv).to(out.dtype), dequantise(b, b_scale_inv).to(out.dtype)
-    accumulate_mm(out, wide_a, wide_b, beta)
+    """As :func:`accumulate_mm`, for FP8 operands; the product is made in ``out``'s dtype, float32 or (on CPU) float64."""
+    if a.is_cuda:
+        _bound(library).matmul(out, a, b, beta=beta, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv)
+        return
+    accumulate_mm(out, dequantise(a, a_scale_inv), dequantise(b, b_scale_inv), beta)
+
+
+def _bound(library: CublasLt | None) -> CublasLt:
+    if library is None:
+        raise RuntimeError("no products were bound for this GPU: call layers.linear.bind_products(module, CublasLt(device))")
+    return library

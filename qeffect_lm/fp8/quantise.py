@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from qeffect_lm import kernels
+
 
 @dataclass(frozen=True)
 class Format:
@@ -46,20 +48,53 @@ def quantise(
     rows: bool = True,
     columns: bool = True,
     amax_out: torch.Tensor | None = None,
+    rows_out: torch.Tensor | None = None,
+    columns_out: torch.Tensor | None = None,
+    scale_inv_out: torch.Tensor | None = None,
 ) -> Quantised:
     """Quantise ``x`` ``[m, k]`` (any float dtype) as ``saturate(x * scale)``.
+
+    On a GPU one kernel reads ``x`` once and writes all of it; it equals what stands here bit for bit (of a NaN, up to its
+    sign: GPUs make every NaN positive).
 
     Args:
         scale: 0-dim float32.
         rows, columns: which layouts to make.
         amax_out: 0-dim float32 slot that is max-merged with ``max |x|`` (a NaN wins and stays visible).
+        rows_out, columns_out, scale_inv_out: storages to write into instead of new ones (a slot's).
     """
+    if kernels.usable(x):
+        from qeffect_lm.kernels import quantise as kernel
+
+        outputs = kernel.Outputs(
+            x.shape,
+            scale,
+            fmt,
+            rows=rows,
+            columns=columns,
+            amax_out=amax_out,
+            rows_out=rows_out,
+            columns_out=columns_out,
+            scale_inv_out=scale_inv_out,
+        )
+        return kernel.quantise(x, outputs)
     wide = x.float()
     if amax_out is not None:
         torch.maximum(amax_out, wide.abs().amax(), out=amax_out)
     q = (wide * scale).clamp_(-fmt.max, fmt.max).to(fmt.dtype)
     transposed = q.view(torch.uint8).t().contiguous().view(fmt.dtype) if columns else None
-    return Quantised(q if rows else None, transposed, scale.reciprocal())
+    return Quantised(_placed(q if rows else None, rows_out), _placed(transposed, columns_out), _scale_inv(scale, scale_inv_out))
+
+
+def _placed(made: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor | None:
+    if made is None or out is None:
+        return made
+    out.view(torch.uint8).copy_(made.view(torch.uint8))
+    return out
+
+
+def _scale_inv(scale: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    return scale.reciprocal() if out is None else torch.reciprocal(scale, out=out)
 
 
 def current_scale(x: torch.Tensor, fmt: Format, margin: int = 0) -> torch.Tensor:

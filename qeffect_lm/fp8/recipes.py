@@ -26,15 +26,37 @@ def roles_of(layer: str) -> list[ScaleRole]:
     ]
 
 
+class Quantiser(Protocol):
+    """Makes FP8 of ``x``: :func:`~qeffect_lm.fp8.quantise.quantise`, or a kernel that applies a norm first, say."""
+
+    def __call__(
+        self, x: torch.Tensor, scale: torch.Tensor, fmt: Format, /, *, columns: bool, amax_out: torch.Tensor | None
+    ) -> Quantised: ...
+
+
 class Recipe(Protocol):
-    """Quantises a linear's operands; ``scope`` is None where nothing may be recorded (evaluation)."""
+    """Quantises a linear's operands; ``scope`` is None where nothing may be recorded (evaluation).
+
+    ``scales_first``: the scale is known before the tensor is, so that the quantisation can be part of the kernel that makes it.
+    """
 
     name: str
+    scales_first: bool
 
     def operand(
-        self, layer: str, kind: str, x: torch.Tensor, scope: Scope | None, *, columns: bool = True
+        self,
+        layer: str,
+        kind: str,
+        x: torch.Tensor,
+        scope: Scope | None,
+        *,
+        columns: bool = True,
+        quantiser: Quantiser = quantise,
     ) -> Quantised:
-        """Quantise an input (``kind`` ``input``) or an output gradient (``grad_output``) ``[tokens, features]``."""
+        """Quantise an input (``kind`` ``input``) or an output gradient (``grad_output``) ``[tokens, features]``.
+
+        Another ``quantiser`` than the plain one only where ``scales_first``.
+        """
         ...
 
     def weight(self, layer: str, weight: torch.Tensor) -> Quantised:
@@ -54,6 +76,7 @@ class DelayedScaling:
     """Scales from the timeline."""
 
     name = "delayed"
+    scales_first = True
 
     def __init__(self) -> None:
         self._timeline: ScaleTimeline | None = None
@@ -68,7 +91,14 @@ class DelayedScaling:
         return self._timeline
 
     def operand(
-        self, layer: str, kind: str, x: torch.Tensor, scope: Scope | None, *, columns: bool = True
+        self,
+        layer: str,
+        kind: str,
+        x: torch.Tensor,
+        scope: Scope | None,
+        *,
+        columns: bool = True,
+        quantiser: Quantiser = quantise,
     ) -> Quantised:
         role = f"{layer}.{kind}"
         slot = None
@@ -76,7 +106,7 @@ class DelayedScaling:
             scope.read_scale(role)
             scope.report_amax(role)
             slot = self.timeline.slot_of(role)
-        return quantise(x, self.timeline.scale_of(role), FORMATS[kind], columns=columns, amax_out=slot)
+        return quantiser(x, self.timeline.scale_of(role), FORMATS[kind], columns=columns, amax_out=slot)
 
     def weight(self, layer: str, weight: torch.Tensor) -> Quantised:
         role = f"{layer}.weight"
@@ -95,13 +125,22 @@ class CurrentScaling:
     """Each tensor is scaled by its own amax (just-in-time scaling)."""
 
     name = "current"
+    scales_first = False
 
     def __init__(self, margin: int = 0) -> None:
         self.margin = margin
 
     def operand(
-        self, layer: str, kind: str, x: torch.Tensor, scope: Scope | None, *, columns: bool = True
+        self,
+        layer: str,
+        kind: str,
+        x: torch.Tensor,
+        scope: Scope | None,
+        *,
+        columns: bool = True,
+        quantiser: Quantiser = quantise,
     ) -> Quantised:
+        assert quantiser is quantise, "a tensor's own amax is known only once it is made"
         fmt = FORMATS[kind]
         return quantise(x, current_scale(x, fmt, self.margin), fmt, columns=columns)
 

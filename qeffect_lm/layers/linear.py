@@ -11,16 +11,21 @@ The three products of a linear under FP8 are those of Micikevicius et al. 2022; 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from qeffect_lm import kernels
 from qeffect_lm.fp8.gemm import accumulate_mm, accumulate_scaled_mm, scaled_mm
-from qeffect_lm.fp8.quantise import Quantised
-from qeffect_lm.fp8.recipes import Recipe
+from qeffect_lm.fp8.quantise import Quantised, quantise
+from qeffect_lm.fp8.recipes import Quantiser, Recipe
 from qeffect_lm.layers.base import SplitLayer
 from qeffect_lm.layers.context import LayerContext, Phase
+from qeffect_lm.layers.norm import RMSNorm
+
+if TYPE_CHECKING:
+    from qeffect_lm.kernels.cublaslt import CublasLt
 
 
 @dataclass(frozen=True)
@@ -60,16 +65,27 @@ class SplitLinear(SplitLayer):
         self.weight = nn.Parameter(torch.zeros(out_features, in_features, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype)) if bias else None
         self.cached: Quantised | None = None  # the weight cache's storages, bound at assembly
+        self.library: CublasLt | None = None  # a GPU's products, bound at assembly (bind_products)
 
-    def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        """``[..., in]`` → ``[..., out]``."""
-        y: torch.Tensor = _SplitLinear.apply(x, self, context)
+    def forward(self, x: torch.Tensor, context: LayerContext, norm: RMSNorm | None = None) -> torch.Tensor:
+        """``[..., in]`` → ``[..., out]``. ``norm`` comes before the product; the kernel that quantises applies it."""
+        if norm is None:
+            y: torch.Tensor = _SplitLinear.apply(x, self, context)
+        elif self.fuses(x, context):
+            y = _NormedLinear.apply(x, norm.weight, norm.eps, self, context)
+        else:
+            y = _SplitLinear.apply(norm(x, context), self, context)
         return y if self.bias is None else y + self.bias
+
+    def fuses(self, x: torch.Tensor, context: LayerContext) -> bool:
+        """Whether what comes right before this linear can be part of the kernel that quantises its input."""
+        scaled = self.recipe is not None and self.recipe.scales_first and context.phase is not Phase.CALIBRATE
+        return scaled and kernels.usable(x)
 
     # ---- F -----------------------------------------------------------------------------------------------------
 
-    def product(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        """F on ``[tokens, in]``: the GEMM, and the lease in TRAIN."""
+    def product(self, x: torch.Tensor, context: LayerContext, quantiser: Quantiser = quantise) -> torch.Tensor:
+        """F on ``[tokens, in]``: the GEMM, and the lease in TRAIN. ``quantiser`` makes the FP8 input of ``x``."""
         retains = context.training and self.weight.requires_grad
         if self.recipe is None or context.phase is Phase.CALIBRATE:
             if self.recipe is not None:
@@ -79,18 +95,22 @@ class SplitLinear(SplitLayer):
                 context.active_scope().retain(self.name, WeightGradOperands(context.owned(x).t()))
             return torch.mm(x, self.weight.t())
         scope = context.scope if context.training else None
-        q = self.recipe.operand(self.name, "input", x, scope, columns=retains)
+        q = self.recipe.operand(self.name, "input", x, scope, columns=retains, quantiser=quantiser)
         weight = self._cached("rows", context)
         assert q.rows is not None and weight.rows is not None
         if retains:
             assert q.columns is not None
             context.active_scope().retain(self.name, WeightGradOperands(q.columns, q.scale_inv))
-        return scaled_mm(q.rows, q.scale_inv, weight.rows, weight.scale_inv, x.dtype)
+        return scaled_mm(
+            q.rows, q.scale_inv, weight.rows, weight.scale_inv, x.dtype, library=self.library, fast_accumulation=True
+        )
 
     # ---- I -----------------------------------------------------------------------------------------------------
 
-    def input_grad(self, dy: torch.Tensor, context: LayerContext, needs_dx: bool) -> torch.Tensor | None:
-        """I on ``[tokens, out]``: dx, and dY into the lease."""
+    def input_grad(
+        self, dy: torch.Tensor, context: LayerContext, needs_dx: bool, quantiser: Quantiser = quantise
+    ) -> torch.Tensor | None:
+        """I on ``[tokens, out]``: dx, and dY into the lease. ``quantiser`` makes the FP8 output gradient of ``dy``."""
         retains = context.training and self.weight.requires_grad
         if self.recipe is None or context.phase is Phase.CALIBRATE:
             if self.recipe is not None:
@@ -98,14 +118,15 @@ class SplitLinear(SplitLayer):
             if retains:
                 self._hand_over(context, dy=context.owned(dy).t())
             return torch.mm(dy, self.weight) if needs_dx else None
-        q = self.recipe.operand(self.name, "grad_output", dy, context.active_scope(), columns=retains)
+        scope = context.active_scope()
+        q = self.recipe.operand(self.name, "grad_output", dy, scope, columns=retains, quantiser=quantiser)
         if retains:
             self._hand_over(context, dy=q.columns, dy_scale_inv=q.scale_inv)
         if not needs_dx:
             return None
         weight = self._cached("columns", context)
         assert q.rows is not None and weight.columns is not None
-        return scaled_mm(q.rows, q.scale_inv, weight.columns, weight.scale_inv, dy.dtype)
+        return scaled_mm(q.rows, q.scale_inv, weight.columns, weight.scale_inv, dy.dtype, library=self.library)
 
     def _hand_over(self, context: LayerContext, **dy: Any) -> None:
         scope = context.active_scope()
@@ -120,11 +141,13 @@ class SplitLinear(SplitLayer):
         beta = scope.write_grad(self.weight_name)
         out = self.grad_view()
         assert operands.dy is not None
+        x, dy = operands.x, operands.dy
         if operands.x_scale_inv is None:
-            accumulate_mm(out, operands.dy.to(out.dtype), operands.x.to(out.dtype), beta)
+            accumulate_mm(out, dy, x, beta, library=self.library)
         else:
             assert operands.dy_scale_inv is not None
-            accumulate_scaled_mm(out, operands.dy, operands.dy_scale_inv, operands.x, operands.x_scale_inv, beta)
+            scales = operands.dy_scale_inv, operands.x_scale_inv
+            accumulate_scaled_mm(out, dy, scales[0], x, scales[1], beta, library=self.library)
 
     def _cached(self, layout: str, context: LayerContext) -> Quantised:
         if self.cached is None:
@@ -145,3 +168,39 @@ class _SplitLinear(torch.autograd.Function):
         layer: SplitLinear = ctx.layer
         dx = layer.input_grad(dy.reshape(-1, layer.out_features), ctx.context, ctx.needs_input_grad[0])
         return (None if dx is None else dx.view(*dy.shape[:-1], layer.in_features)), None, None
+
+
+class _NormedLinear(torch.autograd.Function):
+    """RMSNorm and the product in one node: the norm's output exists in FP8 only. Saves its input and the norm's statistics."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, layer: SplitLinear, context: LayerContext
+    ) -> torch.Tensor:
+        from qeffect_lm.layers.fused import NormQuantiser
+
+        quantiser = NormQuantiser(weight, eps)
+        flat = x.reshape(-1, layer.in_features)
+        y = layer.product(flat, context, quantiser).view(*x.shape[:-1], layer.out_features)
+        ctx.save_for_backward(flat, weight, quantiser.rstd)
+        ctx.layer, ctx.context, ctx.shape = layer, context, x.shape
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:  # type: ignore[override]
+        from qeffect_lm.kernels import norm
+
+        layer: SplitLinear = ctx.layer
+        d_normed = layer.input_grad(dy.reshape(-1, layer.out_features), ctx.context, any(ctx.needs_input_grad[:2]))
+        if d_normed is None:
+            return None, None, None, None, None
+        flat, weight, rstd = ctx.saved_tensors
+        dx, dweight = norm.backward(flat, weight, rstd, d_normed)
+        return dx.view(ctx.shape), dweight, None, None, None
+
+
+def bind_products(module: nn.Module, library: CublasLt) -> None:
+    """Give every linear of ``module`` the products of its device (assembly does, for layers on a GPU)."""
+    for layer in module.modules():
+        if isinstance(layer, SplitLinear):
+            layer.library = library

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from qeffect_lm import kernels
 from qeffect_lm.layers.base import Layer
 from qeffect_lm.layers.context import LayerContext
 
@@ -19,7 +20,8 @@ class CrossEntropyLoss(Layer):
 
     def forward(self, logits: torch.Tensor, context: LayerContext) -> torch.Tensor:
         assert context.targets is not None and context.loss_mask is not None and context.divisor is not None
-        return _CrossEntropy.apply(logits, context.targets, context.loss_mask, context.divisor)
+        node = _CrossEntropyKernels if kernels.usable(logits) else _CrossEntropy
+        return node.apply(logits, context.targets, context.loss_mask, context.divisor)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -44,3 +46,26 @@ class _CrossEntropy(torch.autograd.Function):
         grad.scatter_add_(1, index, torch.full_like(index, -1, dtype=grad.dtype))
         grad.mul_((weight * (dloss / divisor))[:, None])
         return grad.to(logits.dtype).view_as(logits), None, None, None
+
+
+class _CrossEntropyKernels(torch.autograd.Function):
+    """No copy of the logits: the gradient is written over them, so one forward serves one executed backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor, divisor: torch.Tensor
+    ) -> torch.Tensor:
+        from qeffect_lm.kernels import loss
+
+        flat = logits.reshape(-1, logits.shape[-1]).contiguous()
+        losses, lse = loss.forward(flat, targets.reshape(-1), mask.reshape(-1))
+        ctx.save_for_backward(flat, targets.reshape(-1), mask.reshape(-1), lse, divisor)
+        ctx.shape = logits.shape
+        return losses.sum() / divisor
+
+    @staticmethod
+    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        from qeffect_lm.kernels import loss
+
+        logits, targets, mask, lse, divisor = ctx.saved_tensors
+        return loss.backward_(logits, targets, mask, lse, dloss, divisor).view(ctx.shape), None, None, None

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from qeffect_lm import kernels
 from qeffect_lm.layers.base import Layer
 from qeffect_lm.layers.context import LayerContext
 from qeffect_lm.layers.linear import SplitLinear
+from qeffect_lm.layers.norm import RMSNorm
 
 
 class SwiGLU(Layer):
@@ -18,8 +20,15 @@ class SwiGLU(Layer):
         super().__init__(name)
         self.gate_up, self.down = gate_up, down
 
-    def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        return self.down(_SwiGLU.apply(self.gate_up(x, context)), context)
+    def forward(self, x: torch.Tensor, context: LayerContext, norm: RMSNorm | None = None) -> torch.Tensor:
+        """``norm``, if given, comes first."""
+        if kernels.usable(x) and all(part.fuses(x, context) and part.bias is None for part in (self.gate_up, self.down)):
+            from qeffect_lm.layers.fused import FusedMLP
+
+            y: torch.Tensor = FusedMLP.apply(x, None if norm is None else norm.weight, self, norm, context)
+            return y
+        hidden = self.gate_up(x, context) if norm is None else self.gate_up(x, context, norm)
+        return self.down(_SwiGLU.apply(hidden), context)
 
 
 class _SwiGLU(torch.autograd.Function):

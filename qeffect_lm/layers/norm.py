@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qeffect_lm import kernels
 from qeffect_lm.layers.base import Layer
 from qeffect_lm.layers.context import LayerContext
 
@@ -20,7 +21,8 @@ class RMSNorm(Layer):
         self.weight = nn.Parameter(torch.ones(size, dtype=dtype))
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        return _RMSNorm.apply(x, self.weight, self.eps)
+        node = _RMSNormKernels if kernels.usable(x) else _RMSNorm
+        return node.apply(x, self.weight, self.eps)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -47,3 +49,22 @@ class _RMSNorm(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dw = (wide_dy * normed).reshape(-1, x.shape[-1]).sum(dim=0).to(weight.dtype)
         return dx, dw, None
+
+
+class _RMSNormKernels(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        from qeffect_lm.kernels import norm
+
+        flat = x.reshape(-1, x.shape[-1])
+        y, rstd = norm.forward(flat, weight, eps)
+        ctx.save_for_backward(flat, weight, rstd)
+        return y.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+        from qeffect_lm.kernels import norm
+
+        flat, weight, rstd = ctx.saved_tensors
+        dx, dw = norm.backward(flat, weight, rstd, dy.reshape(-1, dy.shape[-1]))
+        return dx.view_as(dy), dw, None

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from qeffect_lm.errors import UsageError
-from qeffect_lm.fp8.recipes import CurrentScaling, Recipe
+from qeffect_lm.fp8.quantise import quantise
+from qeffect_lm.fp8.recipes import CurrentScaling, Quantiser, Recipe
 from qeffect_lm.layers.context import LayerContext
 from qeffect_lm.layers.linear import SplitLinear
 from qeffect_lm.optim.flat import ParamSpec
@@ -133,8 +134,10 @@ class ColumnParallelLinear(_ParallelLinear):
     ) -> None:
         super().__init__(name, in_features, out_features, group=group, cut=0, bias=bias, recipe=recipe, dtype=dtype)
 
-    def input_grad(self, dy: torch.Tensor, context: LayerContext, needs_dx: bool) -> torch.Tensor | None:
-        dx = super().input_grad(dy, context, needs_dx)
+    def input_grad(
+        self, dy: torch.Tensor, context: LayerContext, needs_dx: bool, quantiser: Quantiser = quantise
+    ) -> torch.Tensor | None:
+        dx = super().input_grad(dy, context, needs_dx, quantiser)
         return None if dx is None else self._reduced(dx)
 
 
@@ -158,5 +161,5 @@ class RowParallelLinear(_ParallelLinear):
     ) -> None:
         super().__init__(name, in_features, out_features, group=group, cut=1, bias=bias, recipe=recipe, dtype=dtype)
 
-    def product(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        return self._reduced(super().product(x, context))
+    def product(self, x: torch.Tensor, context: LayerContext, quantiser: Quantiser = quantise) -> torch.Tensor:
+        return self._reduced(super().product(x, context, quantiser))

@@ -100,6 +100,7 @@ class Harness:
     def __init__(self, module: nn.Module, *, first: bool = False, last: bool = False, history: int = 3) -> None:
         self.module = module
         self.parameters = dict(named_parameters(module))
+        self.device = next((p.device for p in self.parameters.values()), torch.device("cpu"))
         wide = {n: torch.float64 if p.dtype is torch.float64 else torch.float32 for n, p in self.parameters.items()}
         trainable = {n: p for n, p in self.parameters.items() if p.requires_grad}
         self.grads = {n: torch.full_like(p, SEEDED, dtype=wide[n]) for n, p in trainable.items()}
@@ -107,7 +108,7 @@ class Harness:
             layer.main_grad = self.grads.get(layer.weight_name)
         linears = [m for m in module.modules() if isinstance(m, SplitLinear) and m.recipe is not None]
         roles = [role for m in linears if m.recipe is not None for role in m.recipe.roles(m.name)]
-        self.timeline = ScaleTimeline(roles, history=history)
+        self.timeline = ScaleTimeline(roles, history=history, device=self.device)
         for linear in linears:
             if isinstance(linear.recipe, DelayedScaling):
                 linear.recipe.bind(self.timeline)
@@ -119,7 +120,7 @@ class Harness:
             WeightVersions(self.parameters),
             GradSlots(GradSlot(name, grad) for name, grad in self.grads.items()),
         )
-        self.divisor = torch.ones(())
+        self.divisor = torch.ones((), device=self.device)
         dtype = next(iter(self.parameters.values())).dtype if self.parameters else torch.float64
         self.stage = Stage(
             module,
@@ -160,11 +161,11 @@ class Harness:
         first = self.stage.first
         context = LayerContext(
             phase,
-            key=torch.tensor(host_key("harness", number)),
+            key=torch.tensor(host_key("harness", number), device=self.device),
             targets=targets,
             loss_mask=mask,
             divisor=self.divisor,
-            anchor=torch.zeros((), requires_grad=True) if first else None,
+            anchor=torch.zeros((), requires_grad=True, device=self.device) if first else None,
         )
         slot = MicrobatchSlot(
             x.detach().clone(),
@@ -223,7 +224,7 @@ class Harness:
         self.ledger.timeline.begin_window()
         self.ledger.commit(self.timeline.epochs[Direction.FORWARD])
         with torch.no_grad():
-            self.timeline.roll_(torch.zeros((), dtype=torch.bool))
+            self.timeline.roll_(torch.zeros((), dtype=torch.bool, device=self.device))
         self.refresh()
 
 

@@ -1,0 +1,21 @@
+"""GPU kernels of backend ``native``: Triton for what is memory-bound, cuBLASLt for the products.
+
+Nothing here is imported until :func:`usable` says so: without Triton, or on CPU, layers run their torch reference. Modules
+with kernels import Triton at their top; this one imports nothing. Kernel configurations are constants in the source: no
+timing decides anything at run time.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")
+
+
+def usable(tensor: torch.Tensor) -> bool:
+    """Whether the kernels take ``tensor``: on a GPU, at most 32 bits wide, Triton installed. Tests replace this function."""
+    return tensor.is_cuda and str(tensor.dtype) in DTYPES and find_spec("triton") is not None

@@ -1,0 +1,68 @@
+"""Cross-entropy on logits as they are: no float32 copy of them, forward or backward."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK, _WARPS = 4096, 8
+
+
+@triton.jit
+def _forward_kernel(logits, targets, mask, lse, losses, vocab: tl.constexpr, BLOCK: tl.constexpr):
+    """One token: logsumexp in one pass (running maximum and rescaled sum), then ``mask * (lse - logit of the target)``."""
+    token = tl.program_id(0)
+    line = logits + token.to(tl.int64) * vocab
+    column = tl.arange(0, BLOCK)
+    top = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, vocab, BLOCK):
+        x = tl.load(line + start + column, mask=start + column < vocab, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(top, x)
+        # Where both are -inf nothing was seen yet, and their difference is no number.
+        total = total * tl.exp(tl.where(top == higher, 0.0, top - higher)) + tl.exp(tl.where(x == higher, 0.0, x - higher)) * (
+            higher != float("-inf")
+        )
+        top = higher
+    peak = tl.max(top, axis=0)
+    whole = tl.sum(total * tl.exp(tl.where(top == peak, 0.0, top - peak)), axis=0)
+    result = peak + tl.log(whole)
+    hit = tl.load(line + tl.load(targets + token)).to(tl.float32)
+    tl.store(lse + token, result)
+    tl.store(losses + token, (result - hit) * tl.load(mask + token))
+
+
+@triton.jit
+def _backward_kernel(logits, targets, mask, lse, dloss, divisor, grads, vocab, BLOCK: tl.constexpr):
+    token, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = token.to(tl.int64) * vocab + column
+    inside = column < vocab
+    x = tl.load(logits + at, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(mask + token) * tl.div_rn(tl.load(dloss).to(tl.float32), tl.load(divisor).to(tl.float32))
+    probability = tl.exp(x - tl.load(lse + token))
+    grad = (probability - (column == tl.load(targets + token)).to(tl.float32)) * factor
+    tl.store(grads + at, grad.to(grads.dtype.element_ty), mask=inside)
+
+
+def forward(logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``logits`` ``[m, vocab]``, ``targets`` int64 ``[m]``, ``mask`` float32 ``[m]`` → (losses, logsumexp), float32 ``[m]``."""
+    m, vocab = logits.shape
+    losses, lse = torch.empty(m, device=logits.device), torch.empty(m, device=logits.device)
+    _forward_kernel[(m,)](logits, targets, mask, lse, losses, vocab, BLOCK=_BLOCK, num_warps=_WARPS)
+    return losses, lse
+
+
+def backward_(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    mask: torch.Tensor,
+    lse: torch.Tensor,
+    dloss: torch.Tensor,
+    divisor: torch.Tensor,
+) -> torch.Tensor:
+    """The gradient ``[m, vocab]``, written over the logits: the largest activation, and nobody reads them after this."""
+    m, vocab = logits.shape
+    grid = (m, triton.cdiv(vocab, _BLOCK))
+    _backward_kernel[grid](logits, targets, mask, lse, dloss, divisor, logits, vocab, BLOCK=_BLOCK, num_warps=_WARPS)
+    return logits

@@ -1,0 +1,132 @@
+"""RMSNorm (Zhang and Sennrich 2019): row statistics, forward alone or with the quantisation of its consumer, backward.
+
+The fused forward is two launches: statistics, one program per row, then the quantising kernel, which normalises each tile on
+its way (``x`` comes from the cache by then). One launch would have to hold the whole hidden size of as many tokens as a
+transposed run has, which leaves most of the GPU idle at a few thousand tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from qeffect_lm.fp8.quantise import Quantised
+from qeffect_lm.kernels.quantise import Outputs
+from qeffect_lm.kernels.tile import SCALARS, emit, store_inverse, tile_offsets, tiles
+
+# The weight's gradient is summed in two stages of fixed order: this many runs of consecutive rows, then the runs.
+RUNS = 256
+_COLUMNS = 32  # of one program of the second stage
+
+
+@triton.jit
+def _row_kernel(x, weight, y, rstd, k, eps, FORWARD: tl.constexpr, BLOCK: tl.constexpr):
+    """Statistics of one row; with ``FORWARD`` its output too."""
+    at = tl.program_id(0).to(tl.int64) * k + tl.arange(0, BLOCK)
+    mask = tl.arange(0, BLOCK) < k
+    values = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    r = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(values * values, axis=0) / k + eps))
+    tl.store(rstd + tl.program_id(0), r)
+    if FORWARD:
+        w = tl.load(weight + tl.arange(0, BLOCK), mask=mask, other=0.0).to(tl.float32)
+        tl.store(y + at, (values * r * w).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=SCALARS)
+def _norm_quantise_kernel(
+    x, weight, rstd, scale, rows, columns, amax, scale_inv, m, k,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, AMAX: tl.constexpr, E5M2: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    row, column = tile_offsets(pid, k, TILE_M, TILE_K)
+    mask = (row < m)[:, None] & (column < k)[None, :]
+    values = tl.load(x + row.to(tl.int64)[:, None] * k + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    r = tl.load(rstd + row, mask=row < m, other=0.0)
+    w = tl.load(weight + column, mask=column < k, other=0.0).to(tl.float32)
+    normed = (values * r[:, None] * w[None, :]).to(x.dtype.element_ty).to(tl.float32)  # what the unfused layer would hand over
+    emit(normed, row, column, mask, scale, rows, columns, amax, m, k, ROWS, COLUMNS, AMAX, E5M2)
+    store_inverse(pid, scale, scale_inv)
+
+
+@triton.jit
+def _backward_kernel(
+    x, weight, rstd, dy, residual, dx, partial, m, k,
+    ROWS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A run of ``ROWS`` consecutive rows: dx of each, and the run's part of the weight's gradient."""
+    run = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < k
+    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    part = tl.zeros([BLOCK], dtype=tl.float32)
+    for number in range(ROWS):
+        row = run * ROWS + number
+        at = row.to(tl.int64) * k + column
+        mask = inside & (row < m)
+        r = tl.load(rstd + row, mask=row < m, other=0.0)
+        normed = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) * r
+        grad = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+        part += grad * normed
+        scaled = grad * w
+        out = (scaled - normed * (tl.sum(scaled * normed, axis=0) / k)) * r
+        if RESIDUAL:
+            out += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx + at, out.to(dx.dtype.element_ty), mask=mask)
+    tl.store(partial + run.to(tl.int64) * k + column, part, mask=inside)
+
+
+@triton.jit
+def _sum_runs_kernel(partial, dweight, k, RUNS: tl.constexpr, COLUMNS: tl.constexpr):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = column < k
+    at = tl.arange(0, RUNS)[:, None] * k + column[None, :]
+    total = tl.sum(tl.load(partial + at, mask=mask[None, :], other=0.0), axis=0)
+    tl.store(dweight + column, total.to(dweight.dtype.element_ty), mask=mask)
+
+
+def _block(k: int) -> dict[str, int]:
+    """A whole row per program, 8 to 16 values per thread."""
+    block = triton.next_power_of_2(k)
+    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
+
+
+def forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x`` ``[m, k]`` → y in its dtype, and 1 / rms of each row (float32 ``[m]``)."""
+    x = x.contiguous()
+    y, rstd = torch.empty_like(x), torch.empty(x.shape[0], device=x.device)
+    _row_kernel[(x.shape[0],)](x, weight, y, rstd, x.shape[1], eps, FORWARD=True, **_block(x.shape[1]))
+    return y, rstd
+
+
+def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """1 / rms of each row of ``x`` ``[m, k]``: float32 ``[m]``."""
+    rstd = torch.empty(x.shape[0], device=x.device)
+    _row_kernel[(x.shape[0],)](x, x, x, rstd, x.shape[1], eps, FORWARD=False, **_block(x.shape[1]))
+    return rstd
+
+
+def quantise(x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, outputs: Outputs) -> Quantised:
+    """The norm's output, rounded to ``x``'s dtype as :func:`forward` does, straight to FP8."""
+    m, k = x.shape
+    _norm_quantise_kernel[tiles(m, k)](x, weight, rstd, *outputs.pointers(), m, k, **outputs.switches())
+    return outputs.quantised()
+
+
+def backward(
+    x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, dy: torch.Tensor, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dx ``[m, k]`` in ``x``'s dtype, dweight ``[k]``); ``residual`` (a gradient of ``x`` from elsewhere) is added to dx.
+
+    Sums are in float32 in a fixed order, without atomics: the same bytes at every run, on any GPU.
+    """
+    m, k = x.shape
+    dx, dweight = torch.empty_like(x), torch.empty_like(weight)
+    partial = torch.empty(RUNS, k, device=x.device)
+    _backward_kernel[(RUNS,)](
+        x, weight, rstd, dy.contiguous(), dx if residual is None else residual.contiguous(), dx, partial,
+        m, k, ROWS=triton.cdiv(m, RUNS), RESIDUAL=residual is not None, **_block(k),
+    )  # fmt: skip
+    _sum_runs_kernel[(triton.cdiv(k, _COLUMNS),)](partial, dweight, k, RUNS=RUNS, COLUMNS=_COLUMNS)
+    return dx, dweight

@@ -1,0 +1,68 @@
+"""What the quantising kernels share: a tile of float32 values → FP8 in both layouts, and its amax into a slot."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# 64 tokens by 64 features: both layouts leave in runs of 64 bytes (two whole sectors), 1024 x 1024 still gives every
+# multiprocessor work, and 16 values per thread leave registers for several blocks at a time.
+TILE_M, TILE_K, WARPS = 64, 64, 8
+# Scalars lie anywhere in the timeline's tensors: without this each alignment would be a kernel of its own.
+SCALARS = ["scale", "amax", "scale_inv"]
+
+
+def tiles(m: int, k: int) -> tuple[int]:
+    """Grid of a kernel with one program per tile of ``[m, k]``."""
+    return (triton.cdiv(m, TILE_M) * triton.cdiv(k, TILE_K),)
+
+
+@triton.jit
+def tile_offsets(pid, k, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
+    """Row and column numbers of tile ``pid``; neighbours share rows, so that norms find their inputs in cache."""
+    across = tl.cdiv(k, TILE_K)
+    row = (pid // across) * TILE_M + tl.arange(0, TILE_M)
+    column = (pid % across) * TILE_K + tl.arange(0, TILE_K)
+    return row, column
+
+
+@triton.jit
+def merge_amax(amax, values):
+    """Max-merge ``max |values|`` into the float32 slot ``amax``, as an integer maximum of the bits.
+
+    Non-negative floats order as their bits do, an infinity is above all of them and a NaN above that (its bits have a full
+    exponent and a fraction), so a NaN wins and stays visible. An EMPTY slot holds -1.0, whose sign bit makes a negative
+    integer: any report replaces it. A maximum does not depend on order, so the atomics leave nothing to chance.
+    """
+    bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), tl.max(bits), sem="relaxed")
+
+
+@triton.jit
+def cast(values, E5M2: tl.constexpr):
+    """Float32 → FP8, to nearest even, saturating (PTX ``cvt.rn.satfinite``): infinities become the largest value, NaN stays."""
+    if E5M2:
+        return values.to(tl.float8e5)
+    else:
+        return values.to(tl.float8e4nv)
+
+
+@triton.jit
+def emit(
+    values, row, column, mask, scale, rows, columns, amax, m, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, AMAX: tl.constexpr, E5M2: tl.constexpr,
+):  # fmt: skip
+    """Quantise a tile of the matrix ``[m, width]``: rows to ``rows``, transposed to ``columns``, amax to ``amax``."""
+    if AMAX:
+        merge_amax(amax, tl.where(mask, values, 0.0))
+    q = cast(values * tl.load(scale), E5M2)
+    if ROWS:
+        tl.store(rows + row.to(tl.int64)[:, None] * width + column[None, :], q, mask=mask)
+    if COLUMNS:
+        tl.store(columns + column.to(tl.int64)[:, None] * m + row[None, :], tl.trans(q), mask=tl.trans(mask))
+
+
+@triton.jit
+def store_inverse(pid, scale, scale_inv):
+    """The first program writes 1 / scale, correctly rounded."""
+    tl.store(scale_inv, tl.div_rn(1.0, tl.load(scale)), mask=pid == 0)

@@ -1,0 +1,69 @@
+"""Runs the Triton kernels on CPU, in Triton's interpreter; on a machine with a GPU, on the GPU.
+
+The interpreter's own narrowing casts round ties upwards, lose carries and NaN. What a GPU runs is put in their place here: to
+nearest even, and to FP8 saturating (``cvt.rn.satfinite``). The same tests on a GPU show that the instructions do just that.
+
+    from tests.unit.interpreted import DEVICE, kernels_run, reference  # kernels_run is a fixture: the import is enough
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+
+from qeffect_lm import kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = DEVICE == "cpu"
+
+if find_spec("triton") is None:
+    pytest.skip("needs Triton (extra test)", allow_module_level=True)
+if INTERPRETED:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a module with kernels is imported
+
+_NARROW = {
+    "fp8e4nv": (torch.float8_e4m3fn, 448.0, torch.uint8),
+    "fp8e5": (torch.float8_e5m2, 57344.0, torch.uint8),
+    "bf16": (torch.bfloat16, math.inf, torch.uint16),
+}
+
+
+def _as_the_hardware(original):
+    def convert(values, source, target, rounding):
+        if source.name != "fp32" or target.name not in _NARROW:
+            return original(values, source, target, rounding)
+        dtype, largest, bits = _NARROW[target.name]
+        wide = torch.from_numpy(np.array(values, dtype=np.float32))
+        return wide.clamp(-largest, largest).to(dtype).view(bits).numpy().reshape(values.shape)
+
+    return convert
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernels_run() -> Iterator[None]:
+    """The dispatch takes the kernels, wherever this runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        if INTERPRETED:
+            from triton.runtime import interpreter
+
+            from qeffect_lm.kernels import norm
+
+            patch.setattr(interpreter, "_convert_float", _as_the_hardware(interpreter._convert_float))
+            patch.setattr(norm, "RUNS", 8)  # it takes milliseconds per program
+        patch.setattr(kernels, "usable", lambda tensor: tensor.dtype is not torch.float64)
+        yield
+
+
+@contextmanager
+def reference() -> Iterator[None]:
+    """The torch reference instead of the kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "usable", lambda tensor: False)
+        yield

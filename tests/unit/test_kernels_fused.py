@@ -1,0 +1,139 @@
+"""A decoder block with all its kernels: the same effects in the same order as the reference layers, and numbers as good."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from models.decoder import Decoder, DecoderBlock
+from qeffect_lm.contract.ledger import Scope
+from qeffect_lm.fp8.recipes import CurrentScaling, DelayedScaling
+from qeffect_lm.layers.context import Phase
+from tests.unit.interpreted import DEVICE, kernels_run, reference  # noqa: F401
+from tests.unit.layer_harness import Harness, Microbatch, random
+
+CALLS = ("read_scale", "report_amax", "read_weight", "retain", "input_grad_done", "take_weight_grad", "write_grad")
+BATCH, SEQUENCE, HIDDEN = 2, 8, 32
+
+
+def harness_of(recipe=None, *, dtype: torch.dtype = torch.bfloat16, kv_heads: int = 2) -> Harness:
+    decoder = Decoder(
+        vocab_size=8, hidden_size=HIDDEN, num_layers=1, num_heads=4, num_kv_heads=kv_heads, head_dim=16, ffn_size=48,
+        max_positions=SEQUENCE, dtype=dtype, recipe=recipe,
+    )  # fmt: skip
+    harness = Harness(decoder.block(0).to(DEVICE))
+    if DEVICE == "cuda":
+        from qeffect_lm.kernels.cublaslt import CublasLt
+        from qeffect_lm.layers.linear import bind_products
+
+        bind_products(harness.module, CublasLt(DEVICE))
+    with torch.no_grad():
+        for number, (name, parameter) in enumerate(harness.parameters.items()):
+            scale = 1.0 if "norm" in name else parameter.shape[-1] ** -0.5
+            parameter.copy_(random(*parameter.shape, seed=number, scale=scale) + ("norm" in name))
+    return harness
+
+
+def batches(dtype: torch.dtype = torch.bfloat16, count: int = 2, batch: int = BATCH):
+    shape = (batch, SEQUENCE, HIDDEN)
+    return [tuple(random(*shape, seed=50 + 2 * n + i, dtype=dtype).to(DEVICE) for i in range(2)) for n in range(count)]
+
+
+def calibrate(harness: Harness, data) -> None:
+    """Scales of the data's own amax, as calibration at a fresh start makes them."""
+    for number, (x, dy) in enumerate(data):
+        m = harness.microbatch(number, x, dy, phase=Phase.CALIBRATE)
+        harness.stage.forward(m.slot, None)
+        harness.stage.input_grad(m.slot, None)
+    harness.commit()
+
+
+def run(harness: Harness, data, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Microbatch], list[tuple]]:
+    """One step; also the scope calls that the layers made."""
+    calls: list[tuple] = []
+    with monkeypatch.context() as patch:
+        for name in CALLS:
+            original = getattr(Scope, name)
+
+            def spy(self, *arguments, _name=name, _original=original):
+                calls.append((self.kind, self.microbatch, _name, *(a for a in arguments if isinstance(a, str))))
+                return _original(self, *arguments)
+
+            patch.setattr(Scope, name, spy)
+        microbatches = [harness.microbatch(number, x, dy) for number, (x, dy) in enumerate(data)]
+        harness.run(microbatches)
+    return microbatches, calls
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+def exact(data, kv_heads: int) -> tuple[Harness, list[Microbatch]]:
+    """The block in float64, without FP8."""
+    harness = harness_of(dtype=torch.float64, kv_heads=kv_heads)
+    with torch.no_grad():
+        for parameter in harness.parameters.values():
+            parameter.copy_(parameter.bfloat16())
+    microbatches = [harness.microbatch(number, x.double(), dy.double()) for number, (x, dy) in enumerate(data)]
+    with reference():
+        harness.run(microbatches)
+    return harness, microbatches
+
+
+@pytest.mark.parametrize(("batch", "kv_heads"), [(2, 2), (2, 4), (1, 2)], ids=["grouped", "all heads", "one sequence"])
+def test_block_as_the_reference(batch, kv_heads, monkeypatch):
+    """Same scope calls in the same order; outputs, dX and every gradient as near to float64 as the reference's (half as
+    far again at most); the amax of every role equal to a few roundings."""
+    data = batches(batch=batch)
+    ours, theirs = harness_of(DelayedScaling(), kv_heads=kv_heads), harness_of(DelayedScaling(), kv_heads=kv_heads)
+    calibrate(ours, data)
+    got, got_calls = run(ours, data, monkeypatch)
+    with reference():
+        calibrate(theirs, data)
+        want, want_calls = run(theirs, data, monkeypatch)
+    assert got_calls == want_calls and len(got_calls) > 60
+    wide, exact_microbatches = exact(data, kv_heads)
+    for g, w, e in zip(got, want, exact_microbatches, strict=True):
+        assert 0 < error(g.out, e.out) <= 1.5 * error(w.out, e.out)
+        assert 0 < error(g.dx, e.dx) <= 1.5 * error(w.dx, e.dx)
+    for name, grad in wide.grads.items():
+        assert 0 < error(ours.grads[name], grad) <= 1.5 * error(theirs.grads[name], grad) < 0.5, name
+    assert torch.isfinite(ours.timeline.open_amax).all() and (ours.timeline.scale != 1).all()
+    torch.testing.assert_close(ours.timeline.scale, theirs.timeline.scale, rtol=0.02, atol=0)
+    torch.testing.assert_close(ours.timeline.open_amax, theirs.timeline.open_amax, rtol=0.1, atol=0)
+
+
+def test_fp8_operands_alone_leave_the_fused_layers(monkeypatch):
+    """Under delayed scaling no bfloat16 copy of a norm's or an activation's output is made; under current scaling it must be,
+    and the numbers are those of the separate layers."""
+    from qeffect_lm.layers import fused, norm
+
+    made = []
+    monkeypatch.setattr(fused.FusedMLP, "forward", staticmethod(_noting(made, "mlp", fused.FusedMLP.forward)))
+    monkeypatch.setattr(norm._RMSNormKernels, "forward", staticmethod(_noting(made, "norm", norm._RMSNormKernels.forward)))
+    for recipe, want in ((DelayedScaling(), ["mlp"]), (CurrentScaling(), ["norm", "norm"]), (None, ["norm", "norm"])):
+        made.clear()
+        harness = harness_of(recipe)
+        harness.refresh()
+        harness.run([harness.microbatch(0, *batches(count=1)[0])])
+        assert made == want
+
+
+def _noting(made, what, original):
+    def forward(ctx, *arguments):
+        made.append(what)
+        return original(ctx, *arguments)
+
+    return forward
+
+
+def test_evaluation_reads_and_leaves_nothing():
+    """S6: the fused layers write no amax and retain nothing in evaluation."""
+    harness, data = harness_of(DelayedScaling()), batches(count=1)
+    calibrate(harness, data)
+    before = harness.timeline.open_amax.clone()
+    m = harness.microbatch(0, data[0][0] * 50, data[0][1], phase=Phase.EVAL)
+    harness.stage.evaluate(m.slot)
+    assert m.out.abs().sum() > 0 and torch.equal(harness.timeline.open_amax, before)
+    assert isinstance(harness.module, DecoderBlock)
