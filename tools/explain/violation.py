@@ -109,7 +109,7 @@ def _stream(rank: Rank, record: Record, told: Explanation) -> None:
         told.involved = [first.n]
         told.missing = (source, first.n, target, upper)
     told.facts.append(("remedy", _remedy(source, target, _who(early), _who(late))))
-    told.sound = list(_sound_pairs(rank, name, upper))
+    told.sound = _sound_pairs(rank, name, upper, (source, target))
 
 
 def _who(site: Record) -> str:
@@ -150,25 +150,24 @@ def _remedy(source: str, target: str, first: str, then: str) -> str:
     return f"event = ledger.record({source!r}) after {first} is launched, and {wait} before {then}, each with the real one"
 
 
-def _sound_pairs(rank: Rank, buffer: str, upper: int) -> Iterator[str]:
-    """The last pairs of conflicting accesses on two streams that were ordered."""
+def _sound_pairs(rank: Rank, buffer: str, upper: int, streams: tuple[str, str]) -> list[str]:
+    """The last pairs of conflicting accesses that were ordered, those between the same two streams first."""
     touches = [touch for touch in rank.touches.get(buffer, ()) if touch.n < upper]
-    told = 0
-    for place in range(len(touches) - 1, 0, -1):
-        touch = touches[place]
+    pairs: list[tuple[Touch, Touch]] = []
+    for place, touch in enumerate(touches):
         past = next((other for other in reversed(touches[:place]) if other.conflicts(touch)), None)
-        if past is None or past.stream == touch.stream:
-            continue
+        if past is not None and past.stream != touch.stream:
+            pairs.append((past, touch))
+    pairs.sort(key=lambda pair: ((pair[0].stream, pair[1].stream) == streams, pair[1].n), reverse=True)
+    told = []
+    for past, touch in pairs[:SOUND_PAIRS]:
         path = rank.path(past.n, touch.n, buffer)
         if path is not None:
-            step = rank.records[touch.n]["step"]
-            yield (
-                f"step {step}: {past.who} (#{past.n}, {past.access} on {past.stream}) before {touch.who} (#{touch.n}, "
-                f"{touch.access} on {touch.stream}) by {path_text(rank, path)}"
+            told.append(
+                f"step {rank.records[touch.n]['step']}: {past.who} (#{past.n}, {past.access} on {past.stream}) before "
+                f"{touch.who} (#{touch.n}, {touch.access} on {touch.stream}) by {path_text(rank, path)}"
             )
-            told += 1
-            if told == SOUND_PAIRS:
-                return
+    return told
 
 
 # ---- versions, epochs, leases, gradients -------------------------------------------------------------------
