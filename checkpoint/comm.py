@@ -78,6 +78,9 @@ class GroupCommunicator:
         try:
             function(*args, group=self._group, **kwargs)
         except RuntimeError as error:  # gloo's and torch's own errors for a dead or silent peer
+            others = [str(rank) for rank in range(self.world) if rank != self.rank]
+            who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(others)}"
             raise CheckpointError(
-                f"rank {self.rank} lost contact with another rank while exchanging checkpoint state: {error}"
+                f"{who} was lost during the exchange of checkpoint state, as rank {self.rank} sees it: "
+                f"{(str(error).splitlines() or [type(error).__name__])[0].split('. This is typically')[0]}"
             ) from error

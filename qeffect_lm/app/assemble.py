@@ -21,6 +21,7 @@ from pipeline.engine import Engine
 from pipeline.evaluate import Evaluator
 from pipeline.p2p import Transport, queues_of
 from pipeline.plan import Plan, build_plan
+from pipeline.prove import prove_rank
 from pipeline.stage import BorderShape, Stage
 from pipeline.step_end import StepEnd
 from qeffect_lm import __version__
@@ -82,6 +83,12 @@ class Assembly:
             with torch.no_grad():
                 self.cache.refresh_()
             self.engine.account_refresh()
+
+    def require_caches(self, reader: str) -> None:
+        """Raises StaleWeightError where a weight cache was not made from the current parameters and scales."""
+        if self.ledger.checks:
+            reads = tuple((name, "rows") for name in self.cache.names)
+            self.ledger.versions.require_all(reads, epoch=self.ledger.weight_epoch(), reader=reader)
 
     def prepare(self, batch: object | None) -> None:
         """Before the first step: calibration on ``batch`` (fresh start only; None: none), caches, capture."""
@@ -149,9 +156,12 @@ def assemble(config: Config, mesh: Mesh | None = None, plan: Plan | None = None)
 
     Raises:
         UsageError: the configuration asks for something that does not exist.
+        PlanError: the plan cannot run; names rank, position, action and reason.
     """
     mesh = mesh or Mesh({"pp": config.parallel.pp, "dp": config.parallel.dp})
     plan = plan or make_plan(config)
+    if config.contract.mode != "off":
+        prove_rank(plan, mesh.coord("pp"))  # all ranks together prove the plan, before anything is allocated
     dtype = DTYPES[config.precision.dtype]
     recipe = make_recipe(config)
     model = build_model(config, recipe, dtype)

@@ -91,6 +91,7 @@ class Run:
     def save(self, step: int, tokens: int) -> Path:
         """Write ``step_<step>``; collective. A failure leaves the previous checkpoint and raises."""
         self.assembly.register.check_addresses()
+        self.assembly.require_caches("the checkpoint")
         check_replicas(self.assembly.logical_tensors(), self.comm, self.mesh)
         contract = contract_meta(self.assembly, self.comm)
         meta = {} if contract is None else self._meta(step, tokens, contract)
