@@ -88,6 +88,7 @@ def check_threads(chosen: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Ra
     return ranks
 
 
+EXECUTIONS = [(1, "eager"), (2, "eager"), (4, "eager"), (7, "eager"), (1, "host_replay"), (5, "host_replay")]
 SOME = [
     ("zb-v", 2, 4, "host_replay"),
     ("zb-v", 3, 2, "eager"),
@@ -106,8 +107,7 @@ def test_a_schedule_equals_one_process(name, pp, microbatches, backend, monkeypa
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("backend", ["eager", "host_replay"])
-@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize(("microbatches", "backend"), EXECUTIONS)
 @pytest.mark.parametrize("pp", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", ALL)
 def test_every_schedule_equals_one_process(name, pp, microbatches, backend, monkeypatch):
