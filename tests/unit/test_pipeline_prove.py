@@ -17,8 +17,10 @@ from pipeline.program import Op, Program, parse_op
 from pipeline.prove import prove, prove_rank
 from pipeline.rendezvous import Rendezvous
 from pipeline.schedules import SCHEDULES, Placement
+from qeffect_lm.app.assemble import assemble
 from qeffect_lm.contract.errors import PlanError
 from qeffect_lm.errors import UsageError
+from tests.tiny import config
 from tests.unit.pipeline_plans import PLACEMENTS, random_compute
 from tests.unit.test_pipeline_effects import split
 
@@ -358,3 +360,17 @@ def test_w_on_a_stream_of_its_own():
     assert caught.value.place["action"].startswith(("0W", "0F", "0I", "0INPUT"))
     with pytest.raises(PlanError, match="StreamOrderError"):
         prove(w_on_its_own_stream(plan, "wgrad", back=False))
+
+
+# ---- at the start of a run ----------------------------------------------------------------------------------------
+
+
+def test_a_run_proves_its_plan_before_it_begins(monkeypatch):
+    """Assembling a rank checks the rank's program; mode off does not, as it checks nothing."""
+    seen = []
+    monkeypatch.setattr("pipeline.effects._Row._weight_grad", lambda self, action: seen.append(action))  # an engine without W
+    with pytest.raises(PlanError, match="retained_W.0.0 is written while it holds microbatch 0 for W") as caught:
+        assemble(config())
+    assert caught.value.place["action"] == "0F2" and len(seen) == 4
+    assemble(config(contract__mode="off"))
+    assert len(seen) == 4
