@@ -10,13 +10,14 @@ from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from pipeline.actions import Kind
 from qeffect_lm.app.assemble import Assembly, assemble
-from qeffect_lm.contract.errors import ContractViolation, ResumeError
+from qeffect_lm.contract.errors import ContractViolation, PlanError, ResumeError
 from tests.fault_list import FAULTS, NOTHING, SOUND_LOAD, markdown_table
 from tests.faults import Fault, Injected, Place, separate_w
 from tests.runs import run_here, write_config
@@ -44,7 +45,8 @@ class Trained:
                 self.parts = self.ranks.parts
                 self.ranks.prepare(data(seed, made.pipeline.microbatches))
         else:
-            self.parts = [assemble(made, None, plan)]
+            with nullcontext() if plan is None else mock.patch("qeffect_lm.app.assemble.prove_rank"):
+                self.parts = [assemble(made, None, plan)]  # a wrong plan gets past the check that comes before
             self.parts[0].prepare(data(seed, made.pipeline.microbatches))
         self.microbatches = made.pipeline.microbatches
 
@@ -280,6 +282,15 @@ def test_without_the_contract_the_numbers_are_wrong(name):
         assert wrong(sound, run_off(fault, faulty=False, delayed=True)) == ()
     assert wrong(sound, run_off(fault, faulty=True, delayed=True)) == fault.changes
     assert bool(fault.changes) != bool(fault.why_not)
+
+
+@pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.plan is not None])
+def test_a_plan_with_wrong_slots_is_refused_before_it_runs(name):
+    """The traps above are for what this check would miss."""
+    fault = FAULTS[name]
+    assert fault.plan is not None
+    with pytest.raises(PlanError):
+        assemble(config(**{**SMALL, **fault.settings}), None, fault.plan(1))
 
 
 def test_a_resume_that_does_not_make_its_caches(tmp_path: Path, monkeypatch):
