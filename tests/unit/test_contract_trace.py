@@ -242,11 +242,14 @@ def test_a_violation_is_written_once_as_it_is_raised(cause, error, doing, path):
 
 @pytest.mark.parametrize("cause", [race, race_by_hand])
 def test_a_race_is_written_with_both_accesses(cause, path):
+    ledger = traced(path).ledger
     with pytest.raises(StreamOrderError):
-        cause(traced(path).ledger)
+        cause(ledger)
     told = records(path)[-1]
     assert told["earlier"] == {"who": "one", "access": "write", "stream": "a", "buffer": "x", "lo": 4, "hi": 6}
     assert told["later"] == {"who": "two", "access": "read", "stream": "b", "buffer": "x", "lo": 4, "hi": 6}
+    ledger.settle()
+    assert records(path)[-1]["effect"] == "settle"  # what comes after it is written as before
 
 
 def test_an_action_that_breaks_off_is_written_before_its_violation(path):
