@@ -13,13 +13,15 @@ epochs and caches as the step before it did, one later.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 
 from pipeline.actions import Action, Kind
 from pipeline.effects import program as program_of
 from pipeline.effects import rank_program
 from pipeline.plan import Plan
-from pipeline.program import COMPLETE, LAUNCH, TRANSFERS, Op, Program
+from pipeline.program import COMPLETE, LAUNCH, RECORD, TRANSFERS, WAIT, Op, Program
 from pipeline.prove_rank import RankCheck
 from pipeline.rendezvous import Queue, Rendezvous, message_of, queue_of
 from qeffect_lm.contract.errors import PlanError
@@ -58,6 +60,7 @@ def prove(subject: Plan | Program) -> Proof:
     messages = _check_messages(subject)
     for buffered in (False, True):
         _check_progress(subject, buffered)
+    _check_streams(subject)
     return _proof(subject, checks, messages)
 
 
@@ -90,7 +93,7 @@ def _proof(program: Program, checks: list[RankCheck], messages: int) -> Proof:
         ("workspaces", users, f"{users} uses of {scratch} library workspaces, no two at once"),
         ("gradients", total("grad_writes"), f"{total('grad_writes')} writes, the first with beta 0, complete before REDUCE"),
         ("messages", messages, f"{messages} messages, the same at both ends of each queue"),
-        ("progress", ranks, f"{ranks} ranks reach their end, with rendezvous and with buffered sends"),
+        ("progress", ranks, f"{ranks} ranks and their streams reach their end, with rendezvous and with buffered sends"),
     ]
     return Proof(tuple(rows), STEPS * sum(map(len, program.rows)))
 
@@ -156,6 +159,54 @@ def _check_progress(program: Program, buffered: bool) -> None:
         for one in machine.cycle()
     )
     raise PlanError(f"deadlock with {sends} sends: {waits}", rank=first.rank, position=position, action=name)
+
+
+def _check_streams(program: Program) -> None:
+    """Streams come to their end too: a receive holds up what is launched on its stream behind it until its message is there.
+
+    Launches wait for the one before on their stream, for events, and for what the host has waited for; both ends of a message,
+    and all ranks' gathers, happen at once. None of these waits may go round in a circle.
+    """
+    graph: dict[Hashable, set[Hashable]] = defaultdict(set)
+    places: dict[Hashable, tuple[int, int, Op]] = {}
+    for rank, row in enumerate(program.rows):
+        frontier: dict[str, set[Hashable]] = defaultdict(set)
+        events: dict[int | None, set[Hashable]] = {}
+        numbers: dict[Queue | str, int] = defaultdict(int)
+        posted: dict[tuple[str, int, int], Hashable] = {}
+        host: Hashable = ("host", rank, 0)
+        for step in range(STEPS):
+            for position, op in enumerate(row):
+                awaited: Hashable = None
+                if op.kind == RECORD:
+                    events[op.event] = set(frontier[op.stream])
+                elif op.kind == WAIT:
+                    frontier[op.stream] |= events[op.event]
+                elif op.kind == COMPLETE:
+                    awaited = posted[op.work, *op.key]
+                elif op.kind == LAUNCH:
+                    node: Hashable = (rank, step, position)
+                    if op.work in TRANSFERS or op.work == "GATHER":
+                        line = op.work if op.work == "GATHER" else queue_of(_transfer(op), program.placement)
+                        node = (line, numbers[line])
+                        numbers[line] += 1
+                        awaited = node if op.work == "GATHER" else None
+                    if op.work in TRANSFERS:
+                        posted[op.work, *op.key] = node
+                    places.setdefault(node, (rank, position, op))
+                    graph[node] |= {*frontier[op.stream], host}
+                    frontier[op.stream] = {node}
+                if awaited is not None:
+                    before, host = host, ("host", rank, (step, position))
+                    graph[host] |= {before, awaited}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        circle = sorted({places[node] for node in error.args[1] if node in places}, key=lambda place: place[:2])
+        rank, position, op = circle[0]
+        names = ", ".join(f"{one.name} (rank {where})" for where, _, one in circle)
+        raise PlanError(f"deadlock between streams: {names} wait for each other", rank=rank, position=position,
+                        action=op.name) from None  # fmt: skip
 
 
 def _blocking(op: Op, shift: int) -> Action | None:

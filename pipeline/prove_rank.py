@@ -192,11 +192,8 @@ class RankCheck:
         self._phase = "begun"
         self._epochs = dict(self._ledger.timeline.epochs)
         self._version = max(self._ledger.versions.versions.values())
-        self._events.clear()
         self._transfers.clear()
-        self._losses.clear()
         self._newest.clear()
-        self._reduced.clear()
 
     def _end(self) -> None:
         if self._phase != "refreshed":
@@ -208,7 +205,6 @@ class RankCheck:
             if held.owed:
                 readers = " and ".join(sorted(held.owed))
                 self._refuse(f"the step ends, and {buffer_text(buffer)} still holds microbatch {held.microbatch} for {readers}")
-        self._ledger.timeline.check_committed()
         self._ledger.end_step()
         self._phase = "ended"
 
@@ -234,7 +230,7 @@ class RankCheck:
         if op.work in ("F", "I", "W"):
             self._act(op)
         elif op.work in TRANSFERS:
-            self._post(op)
+            self._transfers[op.work, *op.key] = False
         else:
             self._account(op)
 
@@ -361,7 +357,6 @@ class RankCheck:
             self._require_version(op)
             self.counts.scale_reads += 1
             self.counts.weight_reads += 1
-            self._reduced[op.work] = None
         self._ledger.replay(
             self._summary(op.work, chunk, op.beta),
             chunk,
@@ -385,12 +380,6 @@ class RankCheck:
         current = max(self._ledger.versions.versions.values()) - self._version
         if op.version != current:
             raise StaleWeightError(f"{op.name} states version {op.version}, the parameters are at {current}")
-
-    def _post(self, op: Op) -> None:
-        key = op.work, *op.key
-        if key in self._transfers:
-            self._refuse(f"{op.name} a second time")
-        self._transfers[key] = False
 
     def _account(self, op: Op) -> None:
         ledger, work = self._ledger, op.work

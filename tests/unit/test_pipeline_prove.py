@@ -146,6 +146,14 @@ def exchange(one: str, other: str) -> Change:
     return change
 
 
+def again(start: str, before: str) -> Change:
+    def change(lines: list[str]) -> list[str]:
+        place = at(lines, before)
+        return [*lines[:place], lines[at(lines, start)], *lines[place:]]
+
+    return change
+
+
 FIRST, LATE = build_plan("gpipe", 2, 3), build_plan("1f1b", 2, 3, 3)
 STEP, MICRO = build_plan("1f1b", 2, 3), build_plan("1f1b", 2, 3, window="microbatch")
 LOCAL = make_plan("v", [parse_actions("0F0 1F0 1I0 1W0 0I0 0W0 0F1 1F1 1I1 1W1 0I1 0W1")], Placement((0, 0)), 2)
@@ -182,6 +190,12 @@ BREACHES: dict[str, tuple[Plan, int, Change, str, str]] = {  # plan, rank, chang
         STEP, 0, sub("launch send_F 0SEND_F1", "out.0.1", "out.0.0"), "0SEND_F1", "holds microbatch 0",
     ),
     "an input that nobody read": (LOCAL, 0, drop("launch compute 1F0"), "1LOSS0", "reads out.1.0, which holds nothing yet"),
+    "an input for nobody": (
+        STEP, 0, again("launch compute 0INPUT2", "launch compute SUM"), "end", "still holds microbatch 2 for F",
+    ),
+    "a receive that holds up its stream": (
+        FIRST, 0, sub("launch recv_B 0RECV_B0", "launch recv_B", "launch compute"), "0RECV_B0", "deadlock between streams: ",
+    ),
     "no hand-over": (LOCAL, 0, drop("launch compute 0PASS_F0"), "1F0", "reads x.1.0, which holds nothing yet"),
     "the wrong input": (STEP, 0, drop("launch compute 0INPUT2"), "0F2", "reads x.0.0, which holds microbatch 0"),
     # scales
