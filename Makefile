@@ -48,7 +48,7 @@ else
 	  elif [ ! -e $@ ] && $(BIN)/python -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null; \
 	  then touch .venv/own-torch; fi
 endif
-	@if [ -e .venv/own-torch ]; then grep -v '^torch==' constraints.txt; else cat constraints.txt; fi > .venv/constraints.txt
+	@if [ -e .venv/own-torch ]; then grep -Ev '^(torch|triton)==' constraints.txt; else cat constraints.txt; fi > .venv/constraints.txt
 	@echo 'installing into .venv (minutes the first time)'
 	$(PIP) setuptools
 	$(PIP) --no-build-isolation -e '.[wandb,plot,test]'

@@ -1,4 +1,5 @@
-"""Measure: ``python -m tools.bench contract`` tells what the contract costs, as ratios within one run.
+"""Measure: ``python -m tools.bench contract`` tells what the contract costs, as ratios within one run; ``python -m tools.bench
+kernels`` how fast the kernels and products of backend native are (GPU only).
 
 contract   1. ns of host time per effect, enforced and off
            2. us of host time per replayed action, enforced and off, at several numbers of layers
@@ -30,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m tools.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("what", choices=["contract"], help="contract: what its checks cost")
+    made.add_argument("what", choices=["contract", "kernels"], help="contract: what checks cost; kernels: GPU kernels alone")
     made.add_argument("--config", type=Path, default=ROOT / "models/configs/demo.yaml", help="(default: the demo's)")
     made.add_argument("--steps", type=int, default=20, help="timed steps per mode (default: %(default)s)")
     made.add_argument("--backend", choices=["host_replay", "eager"], default="host_replay", help="of the steps on CPU")
@@ -43,7 +44,35 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    return run_tool(lambda: contract(arguments), arguments.traceback)
+    body = contract if arguments.what == "contract" else kernels
+    return run_tool(lambda: body(arguments), arguments.traceback)
+
+
+def kernels(arguments: argparse.Namespace) -> int:
+    """Each kernel and product of a layer at several sizes; refuses where there is no GPU."""
+    import torch
+
+    from qeffect_lm.kernels import usable
+
+    if not torch.cuda.is_available():
+        raise UsageError("the kernels run on a GPU only, and torch sees none here")
+    if not usable(torch.empty(0, device="cuda")):
+        raise UsageError("the kernels need Triton, and it is not installed: pip install triton (CUDA builds of torch bring it)")
+    from tools.benchmarks import kernels as benchmark
+
+    report = {
+        "benchmark": "kernels",
+        "command": "python -m tools.bench kernels",
+        "qeffect_lm": __version__,
+        "commit": commit(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(),
+        **benchmark.measure(),
+    }
+    print(benchmark.table(report))
+    write(report, arguments.json)
+    return 0
 
 
 def contract(arguments: argparse.Namespace) -> int:
@@ -78,10 +107,15 @@ def contract(arguments: argparse.Namespace) -> int:
     else:
         report.update(steps.measure(arguments.config, arguments.backend, arguments.steps))
         print(steps_table(report))
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    write(report, arguments.json)
     return 0
+
+
+def write(report: dict[str, Any], path: Path | None) -> None:
+    """The figures as JSON, if a file was named."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def described(arguments: argparse.Namespace) -> dict[str, Any]:

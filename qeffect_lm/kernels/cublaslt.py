@@ -119,6 +119,8 @@ class CublasLt:
             ValueError: shapes or layouts that the library does not take, with what to change.
             QEffectError: cuBLASLt refuses or fails; or a new shape inside a capture.
         """
+        if a.dtype in _FP8 and (a_scale_inv is None or b_scale_inv is None):
+            raise ValueError("FP8 operands need their inverse scales")  # else the pointers of an earlier call would serve
         plan = self._plan(out, a, b, fast_accumulation, a_scale_inv, b_scale_inv)
         stream = torch.cuda.current_stream(self.device)
         workspace = self.workspace(stream)
@@ -148,7 +150,7 @@ class CublasLt:
         )  # fmt: skip
         plan = self._plans.get(key)
         if plan is None:
-            _check(out, a, b, a_scale_inv, b_scale_inv)
+            _check(out, a, b)
             self._outside_capture(f"no configuration yet for {list(a.shape)} x {list(b.shape)} in {a.dtype}")
             with torch.cuda.device(self.device):
                 plan = self._new_plan(out, a, b, fast_accumulation, a_scale_inv, b_scale_inv)
@@ -261,13 +263,7 @@ def _operand(matrix: torch.Tensor, *, summed_first: bool) -> _Operand:
     return _Operand(matrix.dtype, length, k, matrix.stride(1), _OP_N if summed_first else _OP_T)
 
 
-def _check(
-    out: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: torch.Tensor | None,
-    b_scale_inv: torch.Tensor | None,
-) -> None:
+def _check(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     (m, k), (n, other) = a.shape, b.shape
     if k != other or tuple(out.shape) != (m, n) or out.stride(1) != 1:
         raise ValueError(f"{list(a.shape)} x {list(b.shape)} does not give {list(out.shape)} with strides {out.stride()}")
@@ -275,8 +271,6 @@ def _check(
         if 1 not in a.stride() or 1 not in b.stride():
             raise ValueError("an operand must be contiguous along one of its dimensions")
         return
-    if a_scale_inv is None or b_scale_inv is None or {a_scale_inv.dtype, b_scale_inv.dtype} != {torch.float32}:
-        raise ValueError("FP8 operands need their float32 inverse scales")
     if a.stride(1) != 1 or b.stride(1) != 1:
         raise ValueError("FP8 operands must be contiguous along the summed dimension")
     if k % 16 or n % 16:

@@ -46,6 +46,19 @@ def _as_the_hardware(original):
     return convert
 
 
+def _once_per_launch(original):
+    """The interpreter puts its functions into triton.language again at every call of a device function, which takes most of
+    its time; what the launch put there stays until the launch ends."""
+    import triton.language as tl
+
+    def patch_lang(fn):
+        seen = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+        done = all(not tl.core.is_builtin(value.load) for value in seen) and not tl.core.is_builtin(tl.tensor.to)
+        return None if done else original(fn)
+
+    return patch_lang
+
+
 @pytest.fixture(autouse=True, scope="module")
 def kernels_run() -> Iterator[None]:
     """The dispatch takes the kernels, wherever this runs."""
@@ -56,6 +69,7 @@ def kernels_run() -> Iterator[None]:
             from qeffect_lm.kernels import norm
 
             patch.setattr(interpreter, "_convert_float", _as_the_hardware(interpreter._convert_float))
+            patch.setattr(interpreter, "_patch_lang", _once_per_launch(interpreter._patch_lang))
             patch.setattr(norm, "RUNS", 8)  # it takes milliseconds per program
         patch.setattr(kernels, "usable", lambda tensor: tensor.dtype is not torch.float64)
         yield

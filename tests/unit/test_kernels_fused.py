@@ -13,13 +13,13 @@ from tests.unit.interpreted import DEVICE, kernels_run, reference  # noqa: F401
 from tests.unit.layer_harness import Harness, Microbatch, random
 
 CALLS = ("read_scale", "report_amax", "read_weight", "retain", "input_grad_done", "take_weight_grad", "write_grad")
-BATCH, SEQUENCE, HIDDEN = 2, 8, 32
+TOKENS, HIDDEN = 16, 32  # W sums over tokens, and a GPU's FP8 products need multiples of 16
 
 
 def harness_of(recipe=None, *, dtype: torch.dtype = torch.bfloat16, kv_heads: int = 2) -> Harness:
     decoder = Decoder(
         vocab_size=8, hidden_size=HIDDEN, num_layers=1, num_heads=4, num_kv_heads=kv_heads, head_dim=16, ffn_size=48,
-        max_positions=SEQUENCE, dtype=dtype, recipe=recipe,
+        max_positions=TOKENS, dtype=dtype, recipe=recipe,
     )  # fmt: skip
     harness = Harness(decoder.block(0).to(DEVICE))
     if DEVICE == "cuda":
@@ -34,8 +34,8 @@ def harness_of(recipe=None, *, dtype: torch.dtype = torch.bfloat16, kv_heads: in
     return harness
 
 
-def batches(dtype: torch.dtype = torch.bfloat16, count: int = 2, batch: int = BATCH):
-    shape = (batch, SEQUENCE, HIDDEN)
+def batches(dtype: torch.dtype = torch.bfloat16, count: int = 2, batch: int = 2):
+    shape = (batch, TOKENS // batch, HIDDEN)
     return [tuple(random(*shape, seed=50 + 2 * n + i, dtype=dtype).to(DEVICE) for i in range(2)) for n in range(count)]
 
 
@@ -85,14 +85,14 @@ def exact(data, kv_heads: int) -> tuple[Harness, list[Microbatch]]:
 def test_block_as_the_reference(batch, kv_heads, monkeypatch):
     """Same scope calls in the same order; outputs, dX and every gradient as near to float64 as the reference's (half as
     far again at most); the amax of every role equal to a few roundings."""
-    data = batches(batch=batch)
+    data = batches(batch=batch, count=2 if (batch, kv_heads) == (2, 2) else 1)
     ours, theirs = harness_of(DelayedScaling(), kv_heads=kv_heads), harness_of(DelayedScaling(), kv_heads=kv_heads)
     calibrate(ours, data)
     got, got_calls = run(ours, data, monkeypatch)
     with reference():
         calibrate(theirs, data)
         want, want_calls = run(theirs, data, monkeypatch)
-    assert got_calls == want_calls and len(got_calls) > 60
+    assert got_calls == want_calls and len(got_calls) >= 35
     wide, exact_microbatches = exact(data, kv_heads)
     for g, w, e in zip(got, want, exact_microbatches, strict=True):
         assert 0 < error(g.out, e.out) <= 1.5 * error(w.out, e.out)

@@ -1,0 +1,249 @@
+"""The kernels on a real GPU: the CPU suite's checks compiled, products against float64, reproducibility, capture.
+
+    python -m pytest -q tests/gpu/test_kernels_gpu.py
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from qeffect_lm import kernels
+from qeffect_lm.fp8.quantise import E4M3, E5M2, dequantise, quantise
+from tests.unit.interpreted import kernels_run  # noqa: F401
+from tests.unit.layer_harness import random
+
+# The same checks as on CPU, there interpreted, here compiled.
+from tests.unit.test_kernels_fused import (  # noqa: F401
+    test_block_as_the_reference,
+    test_evaluation_reads_and_leaves_nothing,
+    test_fp8_operands_alone_leave_the_fused_layers,
+)
+from tests.unit.test_kernels_layers import (  # noqa: F401
+    test_cross_entropy,
+    test_cross_entropy_shows_a_nan,
+    test_norm,
+    test_norm_quantised_is_the_norm_then_quantised,
+    test_rope,
+    test_swiglu,
+    test_swiglu_shows_non_finite_values,
+)
+from tests.unit.test_kernels_quantise import (  # noqa: F401
+    test_amax_ignores_what_lies_beyond_the_matrix,
+    test_equals_the_reference,
+    test_every_bfloat16,
+    test_weight_refresh,
+    test_writes_into_given_storages,
+)
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def library():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    from qeffect_lm.kernels.cublaslt import CublasLt
+
+    made = CublasLt("cuda")
+    yield made
+    made.close()
+
+
+def on_gpu(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> torch.Tensor:
+    return random(*shape, seed=seed, dtype=dtype, scale=scale).cuda()
+
+
+def operands(m: int, n: int, k: int, a_fmt=E4M3, scales: tuple[float, float] = (7.3, 113.0)):
+    a = quantise(on_gpu(m, k, seed=1, scale=3.0), torch.tensor(scales[0], device="cuda"), a_fmt, columns=False)
+    b = quantise(on_gpu(n, k, seed=2, scale=0.2), torch.tensor(scales[1], device="cuda"), E4M3, columns=False)
+    return a.rows, a.scale_inv, b.rows, b.scale_inv
+
+
+def test_this_gpu_takes_the_kernels():
+    assert kernels.usable(torch.zeros(2, 2, device="cuda")), "Triton is missing"
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("shape", [(4096, 1024), (2048, 4100), (1000, 3000)])
+def test_quantise_equals_the_cpu(fmt, shape):
+    """Large matrices: the bytes of the torch reference on CPU, specials included (NaN up to its sign)."""
+    x = random(*shape, seed=3, dtype=torch.bfloat16, scale=50.0)
+    x[::97, 5], x[3, ::101], x[::51, 7], x[4] = float("inf"), -float("inf"), float("nan"), -0.0
+    slots = [torch.tensor(-1.0), torch.tensor(-1.0, device="cuda")]
+    wide = x.float()
+    q = (wide * 3.7).clamp(-fmt.max, fmt.max).to(fmt.dtype).view(torch.uint8)
+    got = quantise(x.cuda(), torch.tensor(3.7, device="cuda"), fmt, amax_out=slots[1])
+    rows, columns = got.rows.view(torch.uint8).cpu(), got.columns.view(torch.uint8).cpu()
+    nan = x.isnan()
+    assert torch.equal(rows[~nan], q[~nan]) and torch.equal(columns, rows.t()) and (rows[nan] & 0x7F == 0x7F).all()
+    assert slots[1].isnan()
+    assert got.scale_inv.item() == torch.tensor(3.7).reciprocal().item()
+
+
+# ---- products ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("a_fmt", "fast"), [(E4M3, True), (E4M3, False), (E5M2, False)], ids=["F", "W of E4M3", "I and W"])
+@pytest.mark.parametrize(("m", "n", "k"), [(1024, 3072, 1024), (2048, 2048, 4096), (48, 64, 32), (7, 128, 256)])
+def test_products_against_float64(library, m, n, k, a_fmt, fast, out_dtype):
+    """Within the hardware's bound of float64.
+
+    Hopper aligns the terms of a 32-long step to the largest and keeps 13 bits below it, so that a step errs by at most
+    2**-13 of the running sum of magnitudes S; there are k / 32 steps, or 4 until the sum moves to float32.
+    """
+    a, a_inv, b, b_inv = operands(m, n, k, a_fmt)
+    out = torch.full((m, n), torch.nan, dtype=out_dtype, device="cuda")
+    library.matmul(out, a, b, a_scale_inv=a_inv, b_scale_inv=b_inv, fast_accumulation=fast)
+    wide_a, wide_b = dequantise(a, a_inv).double(), dequantise(b, b_inv).double()
+    want, magnitudes = wide_a @ wide_b.t(), wide_a.abs() @ wide_b.abs().t()
+    steps = k / 32 if fast else 4
+    bound = (steps * 2.0**-13 + (k / 128 + 4) * 2.0**-24) * magnitudes
+    if out_dtype is torch.bfloat16:
+        bound = bound + 2.0**-8 * want.abs()
+    error = (out.double() - want).abs()
+    assert (error <= bound).all(), (error / bound).max().item()
+    assert (error.norm() / want.norm()).item() < (5e-3 if fast or out_dtype is torch.bfloat16 else 1e-3)
+
+
+@pytest.mark.parametrize("a_fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+def test_products_as_torch(library, a_fmt):
+    """``torch._scaled_mm`` of the same operands, the same accumulation: a binding that swapped scales, operands or the
+    accumulation flag would be far off."""
+    a, a_inv, b, b_inv = operands(256, 512, 1024, a_fmt)
+    for fast in (True, False):
+        want = torch._scaled_mm(a, b.t(), scale_a=a_inv, scale_b=b_inv, out_dtype=torch.bfloat16, use_fast_accum=fast)
+        out = torch.empty(256, 512, dtype=torch.bfloat16, device="cuda")
+        library.matmul(out, a, b, a_scale_inv=a_inv, b_scale_inv=b_inv, fast_accumulation=fast)
+        torch.testing.assert_close(out, want, rtol=2.0**-7, atol=2.0**-8 * want.abs().mean().item())
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(3072, 1024, 2048), (1024, 4096, 1024), (64, 96, 32)])
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+def test_weight_gradient_in_place(library, kind, m, n, k):
+    """beta 0 forgets a NaN; beta 1 adds in place. With scales that are powers of two the sum has one rounding, float32's, so it
+    is ``out + product`` bit for bit. Neighbours in the flat buffer keep their bytes."""
+    scales = {}
+    if kind == "fp8":
+        a, a_inv, b, b_inv = operands(m, n, k, E5M2, scales=(8.0, 0.25))
+        scales = {"a_scale_inv": a_inv, "b_scale_inv": b_inv}
+    else:  # as the unquantised layers retain them: transposed views
+        a, b = on_gpu(k, m, seed=1).t(), on_gpu(k, n, seed=2).t()
+    flat = torch.full((3, m, n), 7.0, device="cuda")
+    out = flat[1].fill_(torch.nan)
+    library.matmul(out, a, b, beta=0, **scales)
+    product = out.clone()
+    exact = a.double() @ b.double().t() * (1.0 if not scales else (a_inv * b_inv).item())
+    assert torch.isfinite(out).all() and ((out.double() - exact).norm() / exact.norm()).item() < 1e-3
+    seed = on_gpu(m, n, seed=9, dtype=torch.float32, scale=10.0)
+    out.copy_(seed)
+    library.matmul(out, a, b, beta=1, **scales)
+    assert torch.equal(out, seed + product)
+    assert (flat[0] == 7).all() and (flat[2] == 7).all()
+
+
+def test_weight_gradient_is_reproducible_and_allocates_nothing(library):
+    a, a_inv, b, b_inv = operands(4096, 1024, 2048, E5M2)
+    out = torch.zeros(4096, 1024, device="cuda")
+    results = []
+    for _ in range(20):
+        out.fill_(1.5)
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        library.matmul(out, a, b, beta=1, a_scale_inv=a_inv, b_scale_inv=b_inv)
+        allocated = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+        results.append(out.clone())
+    assert allocated == 0 and all(torch.equal(results[0], result) for result in results[1:])
+
+
+# ---- reproducibility and capture ---------------------------------------------------------------------------
+
+
+def test_norm_and_loss_gradients_are_reproducible():
+    from qeffect_lm.kernels import loss, norm
+
+    x, dy, weight = on_gpu(2048, 1024, seed=1), on_gpu(2048, 1024, seed=2), on_gpu(1024, seed=3)
+    _, rstd = norm.forward(x, weight, 1e-5)
+    first = norm.backward(x, weight, rstd, dy)
+    logits, targets, mask = on_gpu(512, 32000, seed=4), torch.arange(512, device="cuda"), torch.ones(512, device="cuda")
+    losses = loss.forward(logits, targets, mask)
+    for _ in range(10):
+        assert all(torch.equal(a, b) for a, b in zip(first, norm.backward(x, weight, rstd, dy), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(losses, loss.forward(logits, targets, mask), strict=True))
+
+
+def test_capture(library):
+    """F, I and W of a norm and a linear by the kernels, captured once, replayed on three other inputs: eager's bytes. W
+    allocates nothing while it is captured."""
+    from qeffect_lm.kernels import norm
+    from qeffect_lm.kernels.quantise import Outputs
+
+    tokens, inputs, outputs = 512, 256, 384
+    x, dy, norm_weight = on_gpu(tokens, inputs, seed=1), on_gpu(tokens, outputs, seed=2), on_gpu(inputs, seed=3)
+    scales = [torch.tensor(value, device="cuda") for value in (11.0, 60.0, 500.0)]
+    amax = torch.full((3,), -1.0, device="cuda")
+    w = quantise(on_gpu(outputs, inputs, seed=4, dtype=torch.float32), scales[1], E4M3, amax_out=amax[1])
+    grad = torch.zeros(outputs, inputs, device="cuda")
+    allocations = []
+
+    def work() -> list[torch.Tensor]:
+        rstd = norm.inverse_rms(x, 1e-5)
+        places = Outputs((tokens, inputs), scales[0], E4M3, rows=True, columns=True, amax_out=amax[0])
+        qx = norm.quantise(x, norm_weight, rstd, places)
+        y = torch.empty(tokens, outputs, dtype=torch.bfloat16, device="cuda")
+        library.matmul(y, qx.rows, w.rows, a_scale_inv=qx.scale_inv, b_scale_inv=w.scale_inv, fast_accumulation=True)
+        qy = quantise(dy, scales[2], E5M2, amax_out=amax[2])
+        d = torch.empty(tokens, inputs, dtype=torch.bfloat16, device="cuda")
+        library.matmul(d, qy.rows, w.columns, a_scale_inv=qy.scale_inv, b_scale_inv=w.scale_inv)
+        dx, dweight = norm.backward(x, norm_weight, rstd, d)
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        library.matmul(grad, qy.columns, qx.columns, beta=1, a_scale_inv=qy.scale_inv, b_scale_inv=qx.scale_inv)
+        allocations.append(torch.cuda.memory_stats()["allocation.all.allocated"] - before)
+        return [y, dx, dweight]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = work()
+    assert allocations[-1] == 0
+    for seed in (10, 20, 30):
+        x.copy_(on_gpu(tokens, inputs, seed=seed))
+        dy.copy_(on_gpu(tokens, outputs, seed=seed + 1))
+        states = []
+        for run in (lambda: captured if graph.replay() is None else [], work):
+            amax.fill_(-1.0)
+            grad.fill_(0.25)
+            made = run()
+            torch.cuda.synchronize()
+            states.append([tensor.clone() for tensor in (*made, amax, grad)])
+        assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+        assert states[0][-2].min() >= -1 and states[0][0].abs().sum() > 0
+
+
+@pytest.mark.parametrize(("batch", "kv_heads", "group"), [(1, 4, 4), (2, 8, 1), (2, 2, 4)], ids=["one", "all heads", "grouped"])
+def test_attention_runs_on_cudnn_and_repeats(batch, kv_heads, group):
+    """No slower kernel stands in; against float64; the same gradient bytes ten times."""
+    from qeffect_lm.layers.attention import attend
+
+    fused = on_gpu(batch, 512, kv_heads, group + 2, 64, seed=5).permute(0, 2, 3, 1, 4)
+    q, k, v = (t.detach().requires_grad_() for t in (fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]))
+    dy = on_gpu(batch, 512, kv_heads, group, 64, seed=6)
+    runs = []
+    for _ in range(10):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            y = attend(q, k, v)
+        runs.append([y, *torch.autograd.grad(y, (q, k, v), dy)])
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    scores = wide[0] @ wide[1][:, :, None].transpose(-1, -2) / 8
+    future = torch.ones(512, 512, dtype=torch.bool, device="cuda").triu(1)
+    want = (torch.softmax(scores.masked_fill(future, -torch.inf), dim=-1) @ wide[2][:, :, None]).permute(0, 3, 1, 2, 4)
+    for got, exact in zip(runs[0], (want, *torch.autograd.grad(want, wide, dy.double())), strict=True):
+        assert ((got.double() - exact).norm() / exact.norm()).item() < 1e-2
