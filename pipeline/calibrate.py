@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.engine import Engine, StepInput
+from pipeline.engine import Engine, StepInput, on_device
 from qeffect_lm.contract.timeline import Direction
 from qeffect_lm.layers.context import Phase
 from qeffect_lm.layers.dropout import host_key
@@ -21,6 +21,11 @@ def calibrate(engine: Engine, batch: StepInput) -> None:
     Raises:
         PeerLostError: a neighbour died.
     """
+    with engine.computing():
+        _calibrate(engine, on_device(batch, engine.divisor.device))
+
+
+def _calibrate(engine: Engine, batch: StepInput) -> None:
     engine.divisor.fill_(batch.tokens)
     order = sorted(engine.stages)
     slots = {index: engine.stages[index].make_slot(Phase.CALIBRATE) for index in order}

@@ -13,6 +13,8 @@ from qeffect_lm.graphs.backend import Graph, GraphBackend
 from qeffect_lm.graphs.register import HiddenStateRegister
 from qeffect_lm.graphs.transaction import transaction
 
+WARM_UP = -1  # a microbatch that no plan and no capture uses
+
 
 def capture(engine: Engine, backend: GraphBackend, register: HiddenStateRegister) -> Captured:
     """Capture all graphs of the engine's rank and install them.
@@ -28,10 +30,12 @@ def capture(engine: Engine, backend: GraphBackend, register: HiddenStateRegister
     with engine.ledger.recording(), transaction(register, engine.ledger):
         engine.ledger.begin_step(-1)
         try:
+            if backend.warms_up:
+                _warm_up(engine)
             places = dict.fromkeys((key.chunk, key.i_slot, key.w_slot) for key in keys)
             for number, place in enumerate(places):
                 betas = sorted({k.beta for k in keys if (k.chunk, k.i_slot, k.w_slot) == place and k.beta is not None})
-                _capture_slot(engine, backend, register, captured, place, betas, -1 - number)
+                _capture_slot(engine, backend, register, captured, place, betas, -2 - number)
             for name, work in engine.end_work().items():
 
                 def end(work=work) -> None:  # noqa: ANN001 (bound now, run at once)
@@ -46,6 +50,22 @@ def capture(engine: Engine, backend: GraphBackend, register: HiddenStateRegister
     engine.captured = captured
     engine.ledger.captured(len(captured.actions) + len(captured.end))
     return captured
+
+
+def _warm_up(engine: Engine) -> None:
+    """Every kind of work once, eagerly, where it will be captured: libraries allocate and compile outside of any capture."""
+    with engine.computing():
+        for chunk, stage in engine.stages.items():
+            slots = (Slot("I", chunk, 0), Slot("W", chunk, 0))
+            slot = stage.slots[0]
+            works = (("F", stage.forward), ("I", stage.input_grad), ("W", stage.weight_grad))
+            for beta in (0, 1):  # F again, since I and W use up what it left
+                for kind, work in works:
+                    with engine.ledger.action(kind, chunk, WARM_UP, beta=beta if kind != "F" else None, slots=slots) as scope:
+                        work(slot, scope)
+        with torch.no_grad():
+            for piece in engine.end_work().values():
+                piece()
 
 
 def _capture_slot(

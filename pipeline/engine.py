@@ -16,7 +16,8 @@ Streams are named and resolved when work is launched; every hand-over between tw
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,7 +33,7 @@ from pipeline.step_end import StepEnd, StepResult
 from qeffect_lm.contract.errors import ScaleOrderError, StaleWeightError
 from qeffect_lm.contract.leases import Slot
 from qeffect_lm.contract.ledger import Ledger, Summary
-from qeffect_lm.contract.streams import Event
+from qeffect_lm.contract.real_streams import BoundEvent, RealStreams
 from qeffect_lm.contract.timeline import Direction
 from qeffect_lm.errors import QEffectError
 from qeffect_lm.fp8.cache import LAYOUTS, WeightCache
@@ -67,7 +68,7 @@ class _Transfer:
     """A transfer in flight and the event that says it is done."""
 
     pending: Pending
-    event: Event | None
+    event: BoundEvent
 
 
 @dataclass
@@ -123,6 +124,7 @@ class Engine:
         self.cache, self.end, self.divisor = cache, end, divisor
         self._transport, self._seed, self._poison = transport, seed, poison
         self.compute_stream = compute_stream
+        self.streams = RealStreams(ledger, device=divisor.device, create=True)
         self.rank = mesh.coord("pp")
         self.actions = plan.actions[self.rank]
         self._slots = plan.slots[self.rank]
@@ -130,7 +132,7 @@ class Engine:
         self.captured: Captured | None = None
         self.watch: Watch | None = None
         self._pending: dict[tuple[str, int, int], _Transfer] = {}  # (RECV_F…, chunk, microbatch), or slot for sends
-        self._events: dict[tuple[str, int, int], Event] = {}
+        self._events: dict[tuple[str, int, int], BoundEvent] = {}
         self._batch: StepInput | None = None
         self._step = 0
         self._commits = commits_before(self.actions)
@@ -173,20 +175,22 @@ class Engine:
             raise QEffectError(f"{self._broken}: restart from the last checkpoint")
         if self.captured is not None and self.ledger.checks:
             self.captured.check_addresses()
-        self._step, self._batch = step, batch
+        self._step = step
         open_amax = self.ledger.timeline.open_amax.clone()
         self._updating = False
         self._first_epochs = dict(self.ledger.timeline.epochs)
         self._first_versions = dict(self.ledger.versions.versions) if self.ledger.checks else {}
         try:
             self.ledger.begin_step(step)
-            self._launch("DIVISOR")
-            self.divisor.fill_(batch.tokens)
-            for action in self.actions:
-                self._handlers[action.kind](action)
-            self._check_updated()
-            self._refresh()
-            self._settle()
+            with self.computing():
+                self._batch = on_device(batch, self.divisor.device)
+                self._launch("DIVISOR")
+                self.divisor.fill_(batch.tokens)
+                for action in self.actions:
+                    self._handlers[action.kind](action)
+                self._check_updated()
+                self._refresh()
+                self._settle()
             self.ledger.end_step()
         except BaseException:
             self._abandon(open_amax)
@@ -198,8 +202,28 @@ class Engine:
         self._batch = None
         return self.end.result()
 
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """The body's work is launched on the compute stream: after what the caller launched, and before what it launches next.
+
+        Nothing to do on a CPU, where a stream is only a name.
+        """
+        real = self.streams.real(self.compute_stream())
+        if real is None:
+            yield
+            return
+        caller = torch.cuda.current_stream(self.divisor.device)
+        real.wait_stream(caller)
+        try:
+            with torch.cuda.stream(real):
+                yield
+        finally:
+            caller.wait_stream(real)
+
     def _abandon(self, open_amax: torch.Tensor) -> None:
         self._batch = self.watch = None
+        if self._transport is None:  # with messages in flight a stream may never be done, and this engine runs no other step
+            self.streams.synchronize_all()
         self._pending.clear()
         self._events.clear()
         for stage in self.stages.values():
@@ -241,7 +265,8 @@ class Engine:
         chunk, microbatch = action.key
         stage, _, slot = self._place(action)
         after = self._events.pop((f"{Kind.I}", chunk, microbatch), None)
-        self.ledger.wait(self.compute_stream(), after)
+        if after is not None:
+            self.streams.wait(self.compute_stream(), after)
         self._launch("W", chunk, microbatch)
         retained = self._retained(action) if self._poison else []
         self._run(action, lambda scope: stage.weight_grad(slot, scope))
@@ -331,8 +356,9 @@ class Engine:
         stream = f"send_{direction}"
         self._edge(self.compute_stream(), stream)  # the producer is done before the send starts
         self._launch(str(action.kind), chunk, microbatch)
-        pending = self._transport.send(tensor, peer, direction, chunk, microbatch)
-        self._pending[str(action.kind), chunk, i] = _Transfer(pending, self.ledger.record(stream))
+        with self.streams.current(stream):
+            pending = self._transport.send(tensor, peer, direction, chunk, microbatch)
+        self._pending[str(action.kind), chunk, i] = self._in_flight(pending, stream)
 
     def _receive(self, action: Action) -> None:
         chunk, microbatch = action.key
@@ -345,8 +371,16 @@ class Engine:
         stream = f"recv_{direction}"
         self._edge(self.compute_stream(), stream)  # the buffer's last reader is done before it is written
         self._launch(str(action.kind), chunk, microbatch)
-        pending = self._transport.receive(tensor, peer, direction, source, microbatch)
-        self._pending[str(action.kind), chunk, microbatch] = _Transfer(pending, self.ledger.record(stream))
+        with self.streams.current(stream):
+            pending = self._transport.receive(tensor, peer, direction, source, microbatch)
+        self._pending[str(action.kind), chunk, microbatch] = self._in_flight(pending, stream)
+
+    def _in_flight(self, pending: Pending, stream: str) -> _Transfer:
+        """A transfer just launched, with its own event. On a GPU its stream waits for it; the host does not."""
+        if self.streams.real(stream) is not None:
+            with self.streams.current(stream):
+                pending.wait()
+        return _Transfer(pending, self.streams.record(stream))
 
     def _complete(self, key: tuple[str, int, int]) -> None:
         """Compute waits for one transfer: before it reads what was received, before it writes again what was sent.
@@ -357,7 +391,7 @@ class Engine:
         transfer = self._pending.pop(key, None)
         if transfer is not None:
             transfer.pending.wait()
-            self.ledger.wait(self.compute_stream(), transfer.event)
+            self.streams.wait(self.compute_stream(), transfer.event)
 
     def _settle(self) -> None:
         """No transfer outlives its step."""
@@ -399,8 +433,9 @@ class Engine:
         self._run_end("sum_losses", self.end.sum_losses_)
         self._edge(self.compute_stream(), COLLECTIVE)
         self._launch("REDUCE")
-        self.end.reduce_()
-        self.end.gather_loss_()
+        with self.streams.current(COLLECTIVE):
+            self.end.reduce_()
+            self.end.gather_loss_()
         self._edge(COLLECTIVE, self.compute_stream())
 
     def _optimizer_step(self, action: Action) -> None:
@@ -410,7 +445,8 @@ class Engine:
         self._run_end("local_sums", self.end.local_sums_)
         self._edge(self.compute_stream(), COLLECTIVE)
         self._launch("GATHER")
-        self.end.gather_()
+        with self.streams.current(COLLECTIVE):
+            self.end.gather_()
         self._edge(COLLECTIVE, self.compute_stream())
         self._launch("STEP")
         self._updating = True
@@ -427,7 +463,8 @@ class Engine:
         direction = Direction.FORWARD if action.detail == "F" else Direction.BACKWARD
         self._edge(self.compute_stream(), COLLECTIVE)
         self._launch(f"REDUCE_{action.detail}", *action.key)
-        self.end.reduce_amax_((direction,))  # replicas share one scale, so they share one roll
+        with self.streams.current(COLLECTIVE):
+            self.end.reduce_amax_((direction,))  # replicas share one scale, so they share one roll
         self._edge(COLLECTIVE, self.compute_stream())
         self.ledger.commit(epoch, (direction,), str(action))
         self._launch(f"COMMIT_{action.detail}", *action.key)
@@ -504,13 +541,29 @@ class Engine:
 
     def _edge(self, source: str, target: str) -> None:
         """Work on ``target`` from here on waits for work on ``source`` so far."""
-        self.ledger.wait(target, self.ledger.record(source))
+        self.streams.edge(source, target)
 
     def _mark(self, what: str, chunk: int, microbatch: int) -> None:
         """Remember an event after the work just launched, for whoever continues on another stream."""
-        event = self.ledger.record(self.compute_stream())
-        if event is not None:
-            self._events[what, chunk, microbatch] = event
+        self._events[what, chunk, microbatch] = self.streams.record(self.compute_stream())
+
+
+@dataclass(frozen=True)
+class _DeviceBatch:
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    loss_mask: torch.Tensor
+    tokens: int
+
+
+def on_device(batch: StepInput, device: torch.device) -> StepInput:
+    """The batch where the pipeline computes: one copy of the whole step, which the host does not wait for."""
+    if device.type == "cpu":
+        return batch
+    inputs, targets, mask = (
+        tensor.pin_memory().to(device, non_blocking=True) for tensor in (batch.inputs, batch.targets, batch.loss_mask)
+    )
+    return _DeviceBatch(inputs, targets, mask, batch.tokens)
 
 
 def directions_of(action: Action) -> tuple[Direction, ...]:

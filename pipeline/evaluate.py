@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.engine import Engine, StepInput
+from pipeline.engine import Engine, StepInput, on_device
 from pipeline.p2p import gather_rows
 from pipeline.stage import MicrobatchSlot
 from qeffect_lm.errors import UsageError
@@ -41,6 +41,11 @@ class Evaluator:
         if ledger.checks:
             reads = tuple((name, "rows") for name in engine.cache.names)
             ledger.versions.require_all(reads, epoch=ledger.weight_epoch(), reader="evaluation")
+        with engine.computing():
+            return self._run(on_device(batch, engine.divisor.device))
+
+    def _run(self, batch: StepInput) -> float:
+        engine = self._engine
         generators = save_generators()
         engine.divisor.fill_(batch.tokens)  # every training step writes its own
         if not self._slots:

@@ -44,6 +44,11 @@ class RunConfig(Section):
         ge=0,
         lt=2**63,
     )
+    device: Literal["auto", "cpu", "cuda"] = _key(
+        "auto",
+        "Where tensors live and work runs; auto: the GPU of the local rank if torch sees one, else the CPU.",
+        on_resume="warn",
+    )
 
 
 class ModelConfig(Section):
@@ -232,10 +237,10 @@ class PipelineConfig(Section):
 class GraphsConfig(Section):
     """capture and replay of actions"""
 
-    backend: Literal["eager", "host_replay"] = _key(
+    backend: Literal["eager", "host_replay", "cuda_graphs"] = _key(
         "eager",
-        "eager: run actions directly. host_replay: capture each action once and replay its recorded "
-        "operations, as a CUDA graph would (for correctness, not speed).",
+        "eager: run actions directly. cuda_graphs: capture each action once as a CUDA graph and replay it. host_replay: the "
+        "same on a CPU, by replaying recorded operations (for correctness, not speed).",
         on_resume="warn",
     )
     scope: Literal["action"] = _key("action", "What one graph holds: a single action.", on_resume="warn")
@@ -390,4 +395,6 @@ class LaunchConfig(Section):
     timeout_seconds: float = _key(
         300.0, "How long a rank waits for a dead or absent peer.", on_resume="free", unit="seconds", gt=0
     )
-    backend: Literal["gloo"] = _key("gloo", "torch.distributed backend.", on_resume="warn")
+    backend: Literal["auto", "gloo"] = _key(
+        "auto", "torch.distributed backend; auto: NCCL for tensors on a GPU, gloo for all others.", on_resume="warn"
+    )

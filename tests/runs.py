@@ -15,6 +15,7 @@ from qeffect_lm.runtime.metrics import StepMetrics, read_metrics
 
 VOCAB = 64
 CONFIG = """
+run: {device: cpu}
 model: {vocab_size: 64, hidden_size: 32, num_layers: 4, num_heads: 4, num_kv_heads: 2, ffn_size: 48, dropout: 0.1}
 precision: {fp8: {recipe: delayed, history: 3}}
 pipeline: {microbatches: 4, w_delay: 1}

@@ -37,6 +37,7 @@ def batch(seed: int, microbatches: int = 4, size: int = 2, sequence: int = 16, v
 def config(**overrides: Any) -> Config:
     """The tiny configuration; keys are ``section__key`` or ``section__sub__key``."""
     data: dict[str, Any] = {
+        "run": {"device": "cpu"},
         "model": {
             "vocab_size": 64,
             "hidden_size": 32,

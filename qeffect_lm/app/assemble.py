@@ -21,6 +21,7 @@ from pipeline.engine import Engine
 from pipeline.evaluate import Evaluator
 from pipeline.p2p import Transport, queues_of
 from pipeline.plan import Plan, build_plan
+from pipeline.program import COMPUTE
 from pipeline.prove import prove_rank
 from pipeline.stage import BorderShape, Stage
 from pipeline.step_end import StepEnd
@@ -34,10 +35,12 @@ from qeffect_lm.contract.versions import WeightVersions
 from qeffect_lm.errors import UsageError
 from qeffect_lm.fp8.cache import WeightCache
 from qeffect_lm.fp8.recipes import CurrentScaling, DelayedScaling, Recipe
+from qeffect_lm.graphs.cuda_graphs import CudaGraphs
 from qeffect_lm.graphs.host_replay import HostReplay
 from qeffect_lm.graphs.register import HiddenStateRegister
+from qeffect_lm.kernels.cublaslt import CublasLt
 from qeffect_lm.layers.base import direct_layers, named_parameters
-from qeffect_lm.layers.linear import SplitLinear
+from qeffect_lm.layers.linear import SplitLinear, bind_products
 from qeffect_lm.optim.adamw import AdamW
 from qeffect_lm.optim.flat import FlatBuffers, ParamSpec
 from qeffect_lm.optim.lr import Schedule
@@ -80,7 +83,7 @@ class Assembly:
     def rebuild_caches(self) -> None:
         """Quantise all weights from the masters with the current scales (fresh start, or after a load)."""
         if self.cache.names:
-            with torch.no_grad():
+            with torch.no_grad(), self.engine.computing():
                 self.cache.refresh_()
             self.engine.account_refresh()
 
@@ -100,8 +103,13 @@ class Assembly:
 
     def capture(self) -> None:
         """Capture the plan's graphs where the configuration asks for them."""
-        if self.config.graphs.backend == "host_replay":
+        backend = self.config.graphs.backend
+        if backend == "host_replay":
             capture(self.engine, HostReplay(), self.register)
+        elif backend == "cuda_graphs":
+            stream = self.engine.streams.real(COMPUTE)
+            assert stream is not None, "check_device has seen to it"
+            capture(self.engine, CudaGraphs(stream), self.register)
 
     def graph_fingerprint(self) -> str:
         """Of plan and captured graphs; of the plan alone in eager."""
@@ -130,11 +138,43 @@ def make_plan(config: Config) -> Plan:
     )
 
 
-def make_timeline(config: Config, recipe: Recipe | None, layers: list[SplitLinear]) -> ScaleTimeline:
+def device_of(config: Config, local_rank: int | None = None) -> torch.device:
+    """The device of this process; without a local rank torch's current GPU.
+
+    Raises:
+        UsageError: cuda where torch sees no GPU, fewer GPUs than local ranks, or a graph backend of another device.
+    """
+    wanted, visible = config.run.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cuda" and not visible:
+        raise UsageError(
+            "run.device=cuda, but torch sees no GPU here: set run.device=cpu (or auto), or install a CUDA build of torch"
+        )
+    kind = wanted if wanted != "auto" else ("cuda" if visible else "cpu")
+    backend = config.graphs.backend
+    if backend == "cuda_graphs" and kind == "cpu":
+        raise UsageError("graphs.backend=cuda_graphs needs a GPU: set graphs.backend=host_replay or eager on a CPU")
+    if backend == "host_replay" and kind == "cuda":
+        raise UsageError("graphs.backend=host_replay is for a CPU: set graphs.backend=cuda_graphs, or run.device=cpu")
+    if kind == "cuda" and config.precision.dtype == "float64":
+        raise UsageError("precision.dtype=float64 runs on a CPU only: set run.device=cpu")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if local_rank is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if local_rank >= visible:
+        raise UsageError(f"local rank {local_rank} has no GPU of its own: torch sees {visible}; start as many ranks per node")
+    return torch.device("cuda", local_rank)
+
+
+def make_timeline(
+    config: Config, recipe: Recipe | None, layers: list[SplitLinear], device: torch.device
+) -> ScaleTimeline:
     """Roles of all FP8 linears, under the configuration's window and history."""
     fp8 = config.precision.fp8
     roles = [role for layer in layers if layer.recipe is not None for role in layer.recipe.roles(layer.name)]
-    timeline = ScaleTimeline(roles, window=fp8.window, history=fp8.history, amax=fp8.amax, margin=fp8.margin)
+    timeline = ScaleTimeline(
+        roles, window=fp8.window, history=fp8.history, amax=fp8.amax, margin=fp8.margin, device=device
+    )
     if isinstance(recipe, DelayedScaling):
         recipe.bind(timeline)
     return timeline
@@ -147,17 +187,21 @@ def check_supported(config: Config) -> None:
             raise UsageError(f"parallel.{axis}={getattr(config.parallel, axis)}: training supports {axis}=1 only, so far")
 
 
-def assemble(config: Config, mesh: Mesh | None = None, plan: Plan | None = None) -> Assembly:
+def assemble(
+    config: Config, mesh: Mesh | None = None, plan: Plan | None = None, device: torch.device | None = None
+) -> Assembly:
     """Build one rank's part, with freshly initialised weights.
 
     Args:
         mesh: None: this process alone (all parallel sizes 1, or the plan's chunks all on one rank).
         plan: None: the configuration's.
+        device: of all tensors; None: the configuration's.
 
     Raises:
         UsageError: the configuration asks for something that does not exist.
         PlanError: the plan cannot run; names rank, position, action and reason.
     """
+    device = device or device_of(config)
     mesh = mesh or Mesh({"pp": config.parallel.pp, "dp": config.parallel.dp})
     plan = plan or make_plan(config)
     if config.contract.mode != "off":
@@ -169,19 +213,23 @@ def assemble(config: Config, mesh: Mesh | None = None, plan: Plan | None = None)
     chunks = {i: model.chunk(i, counts) for i in plan.placement.chunks(mesh.coord("pp"))}
     specs = {spec.name: spec for spec in model.parameters()}
 
-    flat = _flat_storages(chunks, specs, dtype)
+    flat = _flat_storages(chunks, specs, dtype, device)
     for chunk in chunks.values():
         _bind_parameters(chunk, flat)
     initialise_({n: (flat.master(n), specs[n].init_std) for n in flat.names}, config.run.seed)
     flat.gather()
 
     linears = [m for chunk in chunks.values() for m in chunk.modules() if isinstance(m, SplitLinear)]
-    timeline = make_timeline(config, recipe, linears)
+    timeline = make_timeline(config, recipe, linears, device)
     cache = WeightCache(
         {m.weight_name: (m.name, m.recipe, _master_of(flat, m.weight_name)) for m in linears if m.recipe is not None}
     )
     for linear in linears:
         linear.cached = cache.cached.get(linear.weight_name)
+    if device.type == "cuda":
+        library = CublasLt(device)
+        for chunk in chunks.values():
+            bind_products(chunk, library)
 
     trace = _trace_writer(config, mesh)
     ledger = Ledger(
@@ -202,12 +250,12 @@ def assemble(config: Config, mesh: Mesh | None = None, plan: Plan | None = None)
         order=order,
         microbatches=plan.microbatches,
     )
-    divisor = torch.ones((), dtype=torch.float64 if dtype is torch.float64 else torch.float32)
+    divisor = torch.ones((), dtype=torch.float64 if dtype is torch.float64 else torch.float32, device=device)
     stages = _stages(config, plan, mesh, chunks, flat, divisor, dtype)
     transport = None
     if plan.num_ranks > 1:
         most = max(plan.microbatches, config.train.eval_microbatches)
-        transport = Transport(mesh, queues_of(plan), most, config.launch.timeout_seconds)
+        transport = Transport(mesh, queues_of(plan), most, config.launch.timeout_seconds, device)
     engine = Engine(
         plan=plan,
         mesh=mesh,
@@ -229,7 +277,9 @@ def assemble(config: Config, mesh: Mesh | None = None, plan: Plan | None = None)
     )
 
 
-def _flat_storages(chunks: Mapping[int, torch.nn.Module], specs: dict[str, ParameterSpec], dtype: torch.dtype) -> FlatBuffers:
+def _flat_storages(
+    chunks: Mapping[int, torch.nn.Module], specs: dict[str, ParameterSpec], dtype: torch.dtype, device: torch.device
+) -> FlatBuffers:
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     params = []
     for chunk in chunks.values():
@@ -242,13 +292,14 @@ def _flat_storages(chunks: Mapping[int, torch.nn.Module], specs: dict[str, Param
             spec = specs[name]
             axes = tuple(None for _ in spec.shape)  # what the mesh cuts here; spec.axes says what it may cut
             params.append(ParamSpec(name, spec.shape, spec.decay, axes, trainable=parameter.requires_grad))
-    return FlatBuffers(params, master_dtype=wide, param_dtype=dtype, grad_dtype=wide)
+    return FlatBuffers(params, master_dtype=wide, param_dtype=dtype, grad_dtype=wide, device=device)
 
 
 def _bind_parameters(chunk: torch.nn.Module, flat: FlatBuffers) -> None:
     """Make every parameter a view of the flat storage, and give direct layers their main gradients."""
     for name, parameter in named_parameters(chunk):
         parameter.data = flat.param(name)
+    chunk.to(flat.device)  # what is left: buffers
     for layer in direct_layers(chunk):
         if layer.weight.requires_grad:
             layer.main_grad = flat.grad(layer.weight_name)
@@ -335,6 +386,7 @@ def _stages(
             shape=shape,
             divisor=divisor,
             main_grads=grads,
+            device=flat.device,
         )
         for index, chunk in chunks.items()
     }

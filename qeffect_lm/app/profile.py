@@ -18,7 +18,7 @@ from pipeline.measure import Meter, latency
 from pipeline.p2p import Transport
 from pipeline.rendezvous import Queue
 from pipeline.schedules import Placement
-from qeffect_lm.app.assemble import DTYPES, Assembly, assemble
+from qeffect_lm.app.assemble import DTYPES, Assembly, assemble, device_of
 from qeffect_lm.config import Config
 from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.runtime.rng import restore_generators, save_generators
@@ -95,9 +95,10 @@ def message_seconds(config: Config, mesh: Mesh) -> float:
     if p == 1:
         return 0.0
     queues = [Queue(a, b, d) for r in range(p - 1) for a, b, d in ((r, r + 1, "F"), (r + 1, r, "B"))]
-    transport = Transport(mesh, queues, 1, config.launch.timeout_seconds)
-    data = config.data
-    like = torch.zeros(data.microbatch_size, data.seq_len, config.model.hidden_size, dtype=DTYPES[config.precision.dtype])
+    device = device_of(config)
+    transport = Transport(mesh, queues, 1, config.launch.timeout_seconds, device)
+    data, dtype = config.data, DTYPES[config.precision.dtype]
+    like = torch.zeros(data.microbatch_size, data.seq_len, config.model.hidden_size, dtype=dtype, device=device)
     seconds = latency(transport, Placement.linear(p), mesh, like)
     transport.close()
     return seconds

@@ -19,7 +19,7 @@ from checkpoint.comm import Communicator
 from checkpoint.resume import check_replicas, contract_meta, saved_state
 from pipeline.measure import Meter, latency
 from qeffect_lm import __version__
-from qeffect_lm.app.assemble import Assembly, assemble, check_supported
+from qeffect_lm.app.assemble import Assembly, assemble, check_supported, device_of
 from qeffect_lm.app.auto_plan import agree_on_plan, choose_plan
 from qeffect_lm.app.resuming import branch_of, check_config, find_checkpoint, plan_of, restore_run
 from qeffect_lm.app.sources import check_tokenizer, check_tokens, held_out_batch, make_loader, open_dataset
@@ -134,7 +134,11 @@ def train_run(config: Config, env: LaunchEnv, say: Callable[[str], None] = print
     check_tokenizer(config)
     with ExitStack() as stack:
         signals = signals or stack.enter_context(StopSignals())
-        if init_process_group(env, config.launch.backend, config.launch.timeout_seconds):
+        device = device_of(config, env.local_rank)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        backend = "gloo" if config.launch.backend == "gloo" or device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        if init_process_group(env, backend, config.launch.timeout_seconds):
             stack.callback(_leave_group)
         if env.rank == 0:
             stack.enter_context(holding(Path(config.run.dir)))

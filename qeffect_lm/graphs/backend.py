@@ -32,6 +32,7 @@ class GraphBackend(Protocol):
     """Makes graphs."""
 
     name: str
+    warms_up: bool  # work must have run eagerly before it is captured
 
     def capture(
         self,

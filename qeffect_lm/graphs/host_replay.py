@@ -130,6 +130,7 @@ class HostReplay:
     """Graph backend over tapes."""
 
     name = "host_replay"
+    warms_up = False
 
     def capture(
         self,

@@ -1,4 +1,4 @@
-"""The capture transaction: snapshot all declared state, capture, roll back, compare digests.
+"""The capture transaction: snapshot all declared state, capture, roll back, compare every byte.
 
 Warming up and capturing run real work on real state. Whatever happens inside, an exception included, the declared state
 afterwards has the bytes it had before, and the process can go on, eagerly or with another capture.
@@ -15,7 +15,7 @@ import torch
 
 from qeffect_lm.contract.errors import CaptureError
 from qeffect_lm.contract.ledger import Ledger
-from qeffect_lm.graphs.register import HiddenStateRegister, digest
+from qeffect_lm.graphs.register import HiddenStateRegister
 from qeffect_lm.runtime.rng import restore_generators, save_generators
 
 # The host's account of each part: plain values, no tensors.
@@ -25,6 +25,11 @@ _HOST_STATE: dict[str, tuple[str, ...]] = {
     "grads": ("_writes", "_reports", "_group_writes", "_singles", "_zeroed", "_read"),
     "leases": ("step", "_slots"),
 }
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Byte for byte, where the tensors live: NaNs and signed zeros included."""
+    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
 
 
 class HostSnapshot:
@@ -66,7 +71,7 @@ class Snapshot:
     def check(self) -> None:
         """Raise :class:`CaptureError` with the name of the first tensor that differs from the snapshot."""
         for entry, saved in zip(self._entries, self._copies, strict=True):
-            if digest(entry.tensor) != digest(saved):
+            if not _same_bytes(entry.tensor, saved):
                 raise CaptureError(f"{entry.name!r} ({entry.owner}) was not rolled back", tensor=entry.name)
 
 
