@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pipeline.actions import Kind
@@ -226,12 +226,18 @@ OP = st.one_of(
     st.tuples(st.just("launch"), st.sampled_from(STREAMS), st.sampled_from(BUFFERS), st.sampled_from([READ, WRITE, MERGE])),
     st.tuples(st.just("record"), st.sampled_from(STREAMS), st.sampled_from([None, ["x"], ["y"]])),
     st.tuples(st.just("wait"), st.sampled_from(STREAMS), st.integers(0, 5)),
+    st.tuples(st.just("edge"), st.sampled_from(STREAMS), st.sampled_from([None, ["x"], ["y"]]), st.sampled_from(STREAMS)),
     st.just(("settle",)),
 )
+FIRST = ("launch", "a", "x", WRITE)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(OP, min_size=4, max_size=20))
+@example([FIRST, ("edge", "a", ["y"], "b"), ("launch", "b", "x", READ)])  # an early event for another buffer
+@example([FIRST, ("edge", "a", ["x"], "b"), ("edge", "b", None, HOST), ("launch", "b", "x", READ), ("launch", HOST, "x", READ)])
+@example([FIRST, ("edge", "a", None, HOST), ("launch", "b", "x", WRITE)])  # what the host knows, a launch knows
+@example([FIRST, ("settle",), ("launch", "b", "x", WRITE)])  # a stream that is new after a settling
 def test_the_order_found_again_is_the_ledgers(tmp_path_factory, program):
     """A launch is refused if and only if no path of edges leads to it from a conflicting one before it."""
     path = tmp_path_factory.mktemp("random") / "t.jsonl"
@@ -241,6 +247,9 @@ def test_the_order_found_again_is_the_ledgers(tmp_path_factory, program):
             ops.append((op, values[0], [(values[1], values[2])], f"w{place}"))
         elif op == "record":
             ops.append((op, *values))
+            events += 1
+        elif op == "edge":
+            ops += [("record", values[0], values[1]), ("wait", values[2], events)]
             events += 1
         elif op == "wait" and events:
             ops.append((op, values[0], values[1] % events))
