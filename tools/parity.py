@@ -36,6 +36,12 @@ launch: {timeout_seconds: 60}
 """
 
 
+TWO_CHUNKS = ("interleaved-1f1b", "zb-v", "dualpipev")
+OWN_LAG = ("zb-h1", "zb-h2", "zb-v", "dualpipev", "auto")
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipev", "auto")
+LAYERS = 4
+
+
 @dataclass(frozen=True)
 class Cell:
     schedule: str
@@ -49,12 +55,20 @@ class Cell:
         return "-".join([self.schedule, f"pp{self.stages}", self.execution, "killed" if self.killed else "whole", self.window])
 
     def overrides(self) -> list[str]:
-        return [
+        given = [
             f"pipeline.schedule={self.schedule}",
             f"parallel.pp={self.stages}",
             f"graphs.backend={'host_replay' if self.execution == 'captured' else 'eager'}",
             f"precision.fp8.window={self.window}",
         ]
+        if self.schedule in OWN_LAG:
+            given.append("pipeline.w_delay=0")
+        if self.schedule == "auto" and self.window == "microbatch":  # its plan is part of the arithmetic: no times of the day
+            given += [f"pipeline.costs.{name}=[1.0]" for name in ("t_f", "t_i", "t_w")]
+        chunks = self.stages * (2 if self.schedule in TWO_CHUNKS else 1)
+        if chunks > LAYERS:
+            given.append(f"pipeline.stage_layers={[int(chunk < LAYERS) for chunk in range(chunks)]}")
+        return given
 
     def reference(self) -> Cell:
         if self.window == "step":
@@ -84,11 +98,12 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m tools.parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--json", action="store_true", help="print the matrix as JSON")
-    made.add_argument("--schedule", nargs="*", default=["gpipe", "1f1b"])
-    made.add_argument("--stages", nargs="*", type=int, default=[1, 2])
-    made.add_argument("--execution", nargs="*", default=["eager", "captured"], choices=["eager", "captured"])
-    made.add_argument("--killed", nargs="*", default=["no", "yes"], choices=["no", "yes"])
-    made.add_argument("--window", nargs="*", default=["step", "microbatch"], choices=["step", "microbatch"])
+    made.add_argument("--all", action="store_true", help="every schedule at 1, 2 and 3 stages: 192 cells")
+    made.add_argument("--schedule", nargs="*", choices=SCHEDULES, metavar="NAME", help=f"of {', '.join(SCHEDULES)}")
+    made.add_argument("--stages", nargs="*", type=int)
+    made.add_argument("--execution", nargs="*", choices=["eager", "captured"])
+    made.add_argument("--killed", nargs="*", choices=["no", "yes"])
+    made.add_argument("--window", nargs="*", choices=["step", "microbatch"])
     made.add_argument("--keep", type=Path, help="keep all runs in this folder")
     add_traceback(made)
     return made
@@ -101,18 +116,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parity(arguments: argparse.Namespace) -> int:
     """Run all cells; exit code 0 when every cell is equal and every control differs."""
-    cells = [
-        Cell(schedule, stages, execution, killed == "yes", window)
-        for window, schedule, stages, execution, killed in itertools.product(
-            arguments.window, arguments.schedule, arguments.stages, arguments.execution, arguments.killed
-        )
-    ]
+    cells = cells_of(arguments)
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="qeffect-parity-"))
     matrix = Matrix(folder)
     verdicts = []
     try:
         if not arguments.json:
-            print(f"{'cell':42} {'against':38} {'tensors':>8}  result")
+            print(f"{'cell':45} {'against':43} {'tensors':>8}  result")
         for cell in cells:
             verdicts.append(matrix.check(cell))
             if not arguments.json:
@@ -129,12 +139,28 @@ def parity(arguments: argparse.Namespace) -> int:
     return 0 if passed == len(verdicts) else 1
 
 
+def cells_of(arguments: argparse.Namespace) -> list[Cell]:
+    """What was asked for; otherwise GPipe and 1F1B in every way on 1 and 2 stages, and the others captured and killed on 2."""
+    asked = [arguments.schedule, arguments.stages, arguments.execution, arguments.killed, arguments.window]
+    defaults: list[list] = [["gpipe", "1f1b"], [1, 2], ["eager", "captured"], ["no", "yes"], ["step", "microbatch"]]
+    if arguments.all:
+        defaults[:2] = [list(SCHEDULES), [1, 2, 3]]
+    schedules, stages, executions, killed, windows = (one or other for one, other in zip(asked, defaults, strict=True))
+    cells = [
+        Cell(schedule, number, execution, kill == "yes", window)
+        for window, schedule, number, execution, kill in itertools.product(windows, schedules, stages, executions, killed)
+    ]
+    if not arguments.all and not any(asked):
+        cells += [Cell(schedule, 2, "captured", True, "step") for schedule in SCHEDULES[2:]]
+    return cells
+
+
 def line(verdict: Verdict) -> str:
     cell = verdict.cell
     against = cell.reference().name if cell.reference() != cell else "itself run again"
     result = "equal" if verdict.equal else f"DIFFERENT: {verdict.first}"
     control = f"control differs ({verdict.control_first})" if verdict.control_differs else "CONTROL DOES NOT DIFFER"
-    return f"{cell.name:42} {against:38} {verdict.tensors:>8}  {result}; {control}"
+    return f"{cell.name:45} {against:43} {verdict.tensors:>8}  {result}; {control}"
 
 
 class Matrix:
