@@ -1,8 +1,8 @@
 """The GPU kernels and products of one decoder layer, timed alone.
 
 Each is captured many times over rotating inputs (together larger than the cache) into one CUDA graph, and the graph's replays
-are timed with events: neither launches nor a warm cache are in the figures. Bytes are the fewest that the work needs, each input
-read once and each output written once; GB/s of a device copy stand beside them. Data are random: zeros run faster.
+are timed with events: neither launches nor a warm cache are in the figures. Bytes are the fewest that the work needs, each
+input read once and each output written once; GB/s of a device copy stand beside them. Data are random: zeros run faster.
 """
 
 from __future__ import annotations
