@@ -81,6 +81,7 @@ class ScaleTimeline:
         self.amax, self.margin = amax, margin
         self.roles = sorted(roles, key=lambda role: (role.direction is Direction.BACKWARD, role.name))
         self.index = {role.name: i for i, role in enumerate(self.roles)}
+        self._direction = {role.name: role.direction for role in self.roles}
         n = len(self.roles)
         forward = sum(role.direction is Direction.FORWARD for role in self.roles)
         self._rows = {Direction.FORWARD: slice(0, forward), Direction.BACKWARD: slice(forward, n)}
@@ -188,10 +189,19 @@ class ScaleTimeline:
         return self.epochs[direction]
 
     def check_reader(self, contributor: Hashable, role: str) -> None:
-        """A read of, or a report to, ``role`` by running work: its epoch must still be the current one."""
+        """A read of, or a report to, ``role`` by running work: its epoch must still be the current one.
+
+        In window ``microbatch`` the directions roll apart, so work touches the roles of its own direction only.
+        """
         reader = self._readers.get(contributor)
         if reader is None:
             raise ScaleOrderError(f"{contributor} touches scale {role!r} outside its action", role=role)
+        if self.window == "microbatch" and self._direction.get(role, reader.direction) is not reader.direction:
+            raise ScaleOrderError(
+                f"{contributor} touches the {self._direction[role]} scale {role!r}, which may have rolled since its own F",
+                role=role,
+                epoch=self.epochs[self._direction[role]],
+            )
         if reader.epoch != self.epochs[reader.direction]:
             raise ScaleOrderError(
                 f"{contributor} began at epoch {reader.epoch} and touches {role!r} at epoch "

@@ -293,11 +293,11 @@ class Timeline(Machine):
         assert self.line.begin(contributor, FORWARD, between=True) == self.epoch[FORWARD]
         self.line.end(contributor)
 
-    @rule(contributor=contributors)
-    def touch(self, contributor) -> None:
-        self.expect(
-            self.order(contributor not in self.running), lambda: self.line.check_reader(contributor, "a.input")
-        )
+    @rule(contributor=contributors, role=st.sampled_from(ROLES))
+    def touch(self, contributor, role) -> None:
+        foreign = self.window == "microbatch" and role.direction is not direction_of(contributor)
+        wrong = contributor not in self.running or foreign
+        self.expect(self.order(wrong), lambda: self.line.check_reader(contributor, role.name))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
