@@ -110,7 +110,7 @@ class RankCheck:
         self._ledger = self._make_ledger()
         self._events: dict[int, Event] = {}
         self._held: dict[Buffer, _Held] = {}
-        self._transfers: dict[tuple[str, int, int], bool] = {}  # posted in this step → completed
+        self._transfers: dict[tuple[str, int, int], bool] = {}  # posted → completed
         self._reduced: dict[str, tuple[int, int] | None] = {}  # window microbatch: whose amax were merged over replicas
         self._losses: set[int] = set()
         self._unordered = unordered
@@ -192,7 +192,6 @@ class RankCheck:
         self._phase = "begun"
         self._epochs = dict(self._ledger.timeline.epochs)
         self._version = max(self._ledger.versions.versions.values())
-        self._transfers.clear()
         self._newest.clear()
 
     def _end(self) -> None:
