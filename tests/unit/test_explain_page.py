@@ -189,7 +189,7 @@ def test_in_a_browser(traces, capsys, tmp_path):
     width, view = map(float, re.findall(r'data-fit="([^"]*)"', dom)[0].split())
     assert 0.5 * view < width <= view
     assert re.findall(r'data-other="([^"]*)"', dom) == [f"{len(boxes)} 0"]
-    words = dom[dom.index('<section id="violation"') :]
+    words = dom[dom.index('<section id="violation"') : dom.index("</section>")]
     assert "StreamOrderError, rank 1" in words and "an edge from recv_F to compute" in words
 
 

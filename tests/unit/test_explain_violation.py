@@ -266,6 +266,16 @@ def test_the_order_found_again_is_the_ledgers(tmp_path_factory, program):
                 assert refused is not None and rank.site(refused["n"], refused["earlier"]) in missing
 
 
+def test_only_the_waits_that_made_the_order_are_told(tmp_path):
+    """Not those that stand on the way for another stream's sake."""
+    path = tmp_path / "t.jsonl"
+    edges = [("record", "a"), ("record", "c"), ("wait", "b", 0), ("wait", "b", 1)]
+    rank = standalone(path, ONE, *edges, ("launch", "b", [("x", READ)], "two"))
+    first, then = rank.touches["x"]
+    (wait,) = rank.path(first.n, then.n, "x") or []
+    assert (rank.records[wait]["effect"], rank.records[wait]["source"]) == ("wait", "a")
+
+
 # ---- leases, gradients, versions, epochs ---------------------------------------------------------------------
 
 
