@@ -35,6 +35,8 @@ class DecoderBlock(Layer):
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
         x = x + self.attention_dropout(self.attention(x, context, self.attention_norm), context)
+        if self.mlp_dropout.p == 0:
+            return self.mlp(x, context, self.mlp_norm, residual=True)
         return x + self.mlp_dropout(self.mlp(x, context, self.mlp_norm), context)
 
 

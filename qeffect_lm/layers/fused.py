@@ -60,7 +60,7 @@ class SwiGLUBackwardQuantiser:
 
 
 class FusedMLP(torch.autograd.Function):
-    """``down(swiglu(gate_up(norm(x))))``, or without norm, as one node.
+    """``down(swiglu(gate_up(norm(x))))``, with or without norm, with or without ``x +`` before it, as one node.
 
     Saves ``x``, the norm's statistics and gate_up's output; the activation and d(gate_up) exist in FP8 only. Backward runs
     I of ``down`` and of ``gate_up`` in that order, as two nodes would.
@@ -74,6 +74,7 @@ class FusedMLP(torch.autograd.Function):
         mlp: SwiGLU,
         rms: RMSNorm | None,
         context: LayerContext,
+        residual: bool,
     ) -> torch.Tensor:
         flat = x.reshape(-1, mlp.gate_up.in_features)
         rstd = None
@@ -85,16 +86,21 @@ class FusedMLP(torch.autograd.Function):
             rstd = quantiser.rstd
         y = mlp.down.product(hidden, context, swiglu_quantiser)
         ctx.save_for_backward(flat, weight, rstd, hidden)
-        ctx.mlp, ctx.context, ctx.shape = mlp, context, x.shape
+        ctx.mlp, ctx.context, ctx.shape, ctx.residual = mlp, context, x.shape, residual
+        if residual:
+            y.add_(flat)
         return y.view(*x.shape[:-1], mlp.down.out_features)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         flat, weight, rstd, hidden = ctx.saved_tensors
         mlp, context = ctx.mlp, ctx.context
-        d_act = mlp.down.input_grad(dy.reshape(-1, mlp.down.out_features), context, True)
+        dy = dy.reshape(-1, mlp.down.out_features)
+        d_act = mlp.down.input_grad(dy, context, True)
         dx = mlp.gate_up.input_grad(d_act, context, any(ctx.needs_input_grad[:2]), SwiGLUBackwardQuantiser(hidden))
         dweight = None
         if rstd is not None and dx is not None:
-            dx, dweight = norm.backward(flat, weight, rstd, dx)
-        return (None if dx is None else dx.view(ctx.shape)), dweight, None, None, None
+            dx, dweight = norm.backward(flat, weight, rstd, dx, dy if ctx.residual else None)
+        elif dx is not None and ctx.residual:
+            dx = dx + dy
+        return (None if dx is None else dx.view(ctx.shape)), dweight, None, None, None, None

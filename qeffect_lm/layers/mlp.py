@@ -20,15 +20,18 @@ class SwiGLU(Layer):
         super().__init__(name)
         self.gate_up, self.down = gate_up, down
 
-    def forward(self, x: torch.Tensor, context: LayerContext, norm: RMSNorm | None = None) -> torch.Tensor:
-        """``norm``, if given, comes first."""
+    def forward(
+        self, x: torch.Tensor, context: LayerContext, norm: RMSNorm | None = None, *, residual: bool = False
+    ) -> torch.Tensor:
+        """``norm``, if given, comes first; with ``residual`` ``x`` is added to the result."""
         if kernels.usable(x) and all(part.fuses(x, context) and part.bias is None for part in (self.gate_up, self.down)):
             from qeffect_lm.layers.fused import FusedMLP
 
-            y: torch.Tensor = FusedMLP.apply(x, None if norm is None else norm.weight, self, norm, context)
-            return y
+            fused: torch.Tensor = FusedMLP.apply(x, None if norm is None else norm.weight, self, norm, context, residual)
+            return fused
         hidden = self.gate_up(x, context) if norm is None else self.gate_up(x, context, norm)
-        return self.down(_SwiGLU.apply(hidden), context)
+        y = self.down(_SwiGLU.apply(hidden), context)
+        return x + y if residual else y
 
 
 class _SwiGLU(torch.autograd.Function):
