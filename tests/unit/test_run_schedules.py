@@ -1,0 +1,64 @@
+"""Whole runs on placements with several chunks: resume on another schedule, generate, dry run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkpoint import compare, step_name
+from qeffect_lm.app.dry_run import describe
+from qeffect_lm.app.generate import Generator, Sampling, load_for_inference
+from tests.runs import CONFIG, checkpoint_of, metrics_of, run_here, write_config
+from tests.tiny import config
+
+PLAIN = ("pipeline.w_delay=0", "graphs.backend=eager", "train.steps=6")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("schedules")
+    write_config(path, CONFIG.replace("{steps: 12}", "{steps: 6}"))
+    assert run_here(path, "whole", *PLAIN, "pipeline.schedule=gpipe")[0] == 0
+    return path
+
+
+def rows(folder: Path, name: str, after: int = 0) -> list[tuple[int, float | None, float | None]]:
+    return [(m.step, m.loss, m.grad_norm) for m in metrics_of(folder, name) if m.step > after]
+
+
+def test_resumed_on_other_schedules(folder):
+    """Both arms of a V on one rank, then three chunks, then auto: each from the other's checkpoint, to the bits of one run."""
+    before = None
+    for name, start, schedule in (("v", 0, "zb-v"), ("three", 2, "interleaved-1f1b"), ("made", 4, "auto")):
+        more = ["pipeline.chunks=3"] if schedule == "interleaved-1f1b" else []
+        if before is not None:
+            more.append(f"checkpoint.resume={folder / before / 'checkpoints' / step_name(start)}")
+        code, said = run_here(folder, name, *PLAIN, f"pipeline.schedule={schedule}", "checkpoint.every=2", *more)
+        assert code == 0 and (start == 0 or any("graphs captured anew" in line for line in said)), said
+        assert checkpoint_of(folder, name).meta["schedule"] == schedule
+        assert rows(folder, name) == rows(folder, "whole", start)
+        before = name
+    last = compare(checkpoint_of(folder, "whole"), checkpoint_of(folder, "made"), meta_keys=["tokens", "data", "step"])
+    assert not last.different and not last.meta and len(last.equal) > 100
+
+
+def test_text_from_a_checkpoint_of_a_v(folder):
+    """Generation runs the whole model on one process, whatever its chunks were."""
+    assembly, step = load_for_inference(folder / "v")
+    assert step == 6 and assembly.plan.num_ranks == assembly.plan.placement.num_chunks == 1
+    other, _ = load_for_inference(folder / "whole")
+    made = [list(Generator(one).stream([1, 2, 3], 6, Sampling(temperature=0))) for one in (assembly, other)]
+    assert made[0] == made[1] and len(made[0]) == 6
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "interleaved-1f1b", "auto"])
+def test_dry_run(schedule):
+    """Layers per chunk, the plan's picture and memory per rank, where a rank holds several chunks; auto says what it chose."""
+    text = describe(config(parallel__pp=2, pipeline={"schedule": schedule, "microbatches": 3}))
+    if schedule == "auto":
+        assert "auto: chose " in text and "auto: training measures again" in text and "predicted bubble" in text
+    else:
+        assert "decoder layers per chunk [1, 1, 1, 1]" in text and f"{schedule}: 4 chunks on 2 ranks" in text
+    table = text[text.index("memory per pipeline rank") :].splitlines()
+    assert [line.split()[0] for line in table[2:4]] == ["0", "1"] and all(float(line.split()[-1]) > 0 for line in table[2:4])
