@@ -22,7 +22,7 @@ from qeffect_lm.contract.grads import GradSlot, GradSlots
 from qeffect_lm.contract.leases import Slot
 from qeffect_lm.contract.ledger import Ledger, Mode, Summary
 from qeffect_lm.contract.real_streams import BoundEvent, RealStreams
-from qeffect_lm.contract.streams import HOST, Access, RangeAccess
+from qeffect_lm.contract.streams import HOST, Access, BufferAccess
 from qeffect_lm.contract.timeline import ScaleRole, ScaleTimeline
 from qeffect_lm.contract.trace import TraceWriter
 from qeffect_lm.contract.versions import WeightVersions
@@ -73,7 +73,13 @@ class GuardedGraph:
     """A graph with the streams, bytes and state it touches; :meth:`replay` checks them, then launches it."""
 
     def __init__(
-        self, guard: Guard, name: str, graph: Replayable, stream: str, accesses: list[RangeAccess], summary: Summary | None
+        self,
+        guard: Guard,
+        name: str,
+        graph: Replayable,
+        stream: str,
+        accesses: tuple[BufferAccess, ...],
+        summary: Summary | None,
     ) -> None:
         self.guard, self.name, self.graph, self.stream = guard, name, graph, stream
         self._accesses, self._summary = accesses, summary
@@ -184,12 +190,16 @@ class Guard:
             self._kept.append(tensor.detach())
         return self._names[identity]
 
-    def accesses(self, reads: Tensors = (), writes: Tensors = (), merges: Tensors = ()) -> list[RangeAccess]:
+    def accesses(self, reads: Tensors = (), writes: Tensors = (), merges: Tensors = ()) -> tuple[BufferAccess, ...]:
         """What work that touches these tensors does to which bytes; ``merges`` are maxima (they commute)."""
         kinds = ((Access.READ, reads), (Access.MAX_MERGE, merges), (Access.WRITE, writes))
-        return [
-            (self._buffer(tensor), kind, lo, hi) for kind, some in kinds for tensor in some for lo, hi in byte_ranges(tensor)
-        ]
+        found: list[BufferAccess] = []
+        for kind, some in kinds:
+            for tensor in some:
+                buffer, size = self._buffer(tensor), tensor.untyped_storage().nbytes()
+                ranges = byte_ranges(tensor)
+                found += [(buffer, kind)] if ranges == [(0, size)] else [(buffer, kind, lo, hi) for lo, hi in ranges]
+        return tuple(found)
 
     # ---- work --------------------------------------------------------------------------------------------------
 

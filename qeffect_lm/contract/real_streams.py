@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,8 +17,7 @@ from qeffect_lm.contract.streams import HOST, Event
 from qeffect_lm.errors import UsageError
 
 
-@dataclass(frozen=True)
-class BoundEvent:
+class BoundEvent(NamedTuple):
     """A recorded event: the ledger's (None in mode ``off``) and, on a GPU, the real one."""
 
     account: Event | None

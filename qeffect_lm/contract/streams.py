@@ -53,7 +53,7 @@ class _Range:
 
     lo: int
     hi: int
-    write: tuple[str, int, str] | None = None
+    write: tuple[str, int, str] = ("", 0, "")  # tick 0: nobody yet
     reads: dict[str, tuple[int, str]] = field(default_factory=dict)
     merges: dict[str, tuple[int, str]] = field(default_factory=dict)
 
@@ -64,6 +64,7 @@ class _Range:
 WHOLE = 1 << 62  # the end of a range given without one
 RangeAccess = tuple[Hashable, Access, int, int]  # bytes [lo, hi) of a buffer
 BufferAccess = tuple[Hashable, Access] | RangeAccess  # a whole buffer, or bytes of it
+REMEMBERED = 4096  # tuples of accesses that are looked up once
 
 
 def _join(into: Clock, other: Mapping[str, int]) -> None:
@@ -72,9 +73,14 @@ def _join(into: Clock, other: Mapping[str, int]) -> None:
             into[stream] = tick
 
 
-def _unknown(entries: Mapping[str, tuple[int, str]], clock: Clock) -> bool:
-    """True if one of the accesses is not ordered before what ``clock`` knows."""
-    return any(clock.get(stream, 0) < tick for stream, (tick, _) in entries.items())
+class _Touched(NamedTuple):
+    """The ranges behind one tuple of accesses, while the ranges are cut as in ``shape``."""
+
+    accesses: Sequence[BufferAccess]
+    shape: int
+    reads: list[tuple[Hashable, _Range]]
+    writes: list[tuple[Hashable, _Range]]
+    merges: list[tuple[Hashable, _Range]]
 
 
 class StreamClock:
@@ -83,6 +89,8 @@ class StreamClock:
     def __init__(self) -> None:
         self._streams: dict[str, _Stream] = {}
         self._buffers: dict[Hashable, list[_Range]] = {}
+        self._shape = 0  # how often ranges were made, cut or forgotten
+        self._remembered: dict[int, _Touched] = {}
 
     def _stream(self, name: str) -> _Stream:
         if name not in self._streams:
@@ -134,39 +142,68 @@ class StreamClock:
     # ---- accesses ----------------------------------------------------------------------------------------------
 
     def work(self, stream: str, accesses: Sequence[BufferAccess], who: str = "") -> None:
-        """:meth:`launch` and every :meth:`access` of one piece of work; what a hot path calls.
+        """:meth:`launch` and every :meth:`access` of one piece of work; a refused one leaves no access behind.
+
+        What a hot path calls: a tuple of accesses that comes again is looked up once, not buffer by buffer.
 
         Raises:
             StreamOrderError: a conflicting earlier access is not ordered before one of these.
         """
         self.launch(stream)
         state = self._stream(stream)
-        clock, buffers = state.clock, self._buffers
+        touched = self._touched(accesses)
+        clock, known = state.clock, state.clock.get
+        for _, piece in touched.reads:
+            if known(piece.write[0], 0) < piece.write[1] or piece.merges:
+                self._check_all(state, stream, accesses, who)
+                break
+        for _, piece in touched.writes:
+            if known(piece.write[0], 0) < piece.write[1] or piece.merges:
+                self._check_all(state, stream, accesses, who)
+                break
+            for other, (tick, _) in piece.reads.items():
+                if known(other, 0) < tick:
+                    self._check_all(state, stream, accesses, who)
+        for _, piece in touched.merges:
+            if known(piece.write[0], 0) < piece.write[1] or piece.reads:
+                self._check_all(state, stream, accesses, who)
+                break
         mark = (clock[stream], who)
-        for entry in accesses:
-            ranges = buffers.get(entry[0])
-            if ranges is None or len(ranges) != 1 or len(entry) != 2 or ranges[0].hi != WHOLE or ranges[0].lo:
-                buffer, kind, *span = entry
-                self.access(stream, buffer, kind, who, *span)
-                continue
-            kind, piece = entry[1], ranges[0]
-            write = piece.write
-            if (
-                (write is not None and clock.get(write[0], 0) < write[1])
-                or (kind is not Access.READ and piece.reads and _unknown(piece.reads, clock))
-                or (kind is not Access.MAX_MERGE and piece.merges and _unknown(piece.merges, clock))
-            ):
-                self._check(state, stream, entry[0], piece, kind, who)  # an early event may order it
-            if kind is Access.READ:
-                piece.reads[stream] = mark
-            elif kind is Access.WRITE:
-                piece.write = (stream, *mark)
+        for _, piece in touched.reads:
+            piece.reads[stream] = mark
+        for _, piece in touched.merges:
+            piece.merges[stream] = mark
+        if touched.writes:
+            write = (stream, *mark)
+            for _, piece in touched.writes:
+                piece.write = write
                 if piece.reads:
                     piece.reads = {}
                 if piece.merges:
                     piece.merges = {}
-            else:
-                piece.merges[stream] = mark
+
+    def _check_all(self, state: _Stream, stream: str, accesses: Sequence[BufferAccess], who: str) -> None:
+        """The whole check, access by access in the order given: an early event, or a merge long past, may still order them."""
+        for buffer, kind, *span in accesses:
+            for piece in self._pieces(buffer, *(span or (0, WHOLE))):
+                self._check(state, stream, buffer, piece, kind, who)
+
+    def _touched(self, accesses: Sequence[BufferAccess]) -> _Touched:
+        """The ranges that a tuple of accesses means, by kind; remembered until some range is split or forgotten."""
+        found = self._remembered.get(id(accesses))
+        if found is not None and found.accesses is accesses and found.shape == self._shape:
+            return found
+        for buffer, _, *span in accesses:  # all splits come before any range is taken down
+            self._pieces(buffer, *(span or (0, WHOLE)))
+        by_kind: dict[Access, list[tuple[Hashable, _Range]]] = {kind: [] for kind in Access}
+        for buffer, kind, *span in accesses:
+            by_kind[Access(kind)] += [(buffer, piece) for piece in self._pieces(buffer, *(span or (0, WHOLE)))]
+        made = _Touched(accesses, self._shape, by_kind[Access.READ], by_kind[Access.WRITE], by_kind[Access.MAX_MERGE])
+        if isinstance(accesses, tuple):
+            if len(self._remembered) >= REMEMBERED:
+                self._remembered.clear()
+            self._remembered[id(accesses)] = made  # kept: its identity is the key
+        return made
 
     def access(
         self, stream: str, buffer: Hashable, kind: Access, who: str = "", lo: int = 0, hi: int = WHOLE
@@ -198,7 +235,7 @@ class StreamClock:
             return state.clock.get(other, 0) >= tick or (overlay is not None and overlay.get(other, 0) >= tick)
 
         earlier: list[tuple[Access, str, int, str]] = []
-        if piece.write is not None:
+        if piece.write[1]:
             earlier.append((Access.WRITE, *piece.write))
         if kind is not Access.READ:
             earlier += [(Access.READ, other, *entry) for other, entry in piece.reads.items()]
@@ -226,6 +263,10 @@ class StreamClock:
         ranges = self._buffers.setdefault(buffer, [])
         if len(ranges) == 1 and ranges[0].lo == lo and ranges[0].hi == hi:
             return ranges
+        present = [piece for piece in ranges if piece.lo >= lo and piece.hi <= hi]
+        if sum(piece.hi - piece.lo for piece in present) == hi - lo:  # they tile it as they are
+            return present
+        self._shape += 1
         result: list[_Range] = []
         inside: list[_Range] = []
         at = lo
@@ -251,6 +292,7 @@ class StreamClock:
     def forget(self, buffer: Hashable) -> None:
         """Drop a buffer's history (its storage was given back)."""
         self._buffers.pop(buffer, None)
+        self._shape += 1
         for state in self._streams.values():
             state.overlays.pop(buffer, None)
 
