@@ -274,11 +274,13 @@ def test_a_payload_is_given_out_once_by_key():
     forward(leases, 1, I1, W1)
     handle = leases.handle(0, 1, "down")
     assert (handle.owner, handle.layer, handle.slot, handle.generation) == (Owner(3, 0, 1), "down", W1, 1)
+    fails(WeightGradBeforeInputGradError, leases.consume, handle, layer="down", microbatch=1)
+    move(leases, "I", 1)
     assert leases.consume(handle) == "down@1"
     assert handle.payload is None
     fails(WeightGradTwiceError, leases.consume, handle, layer="down", microbatch=1)
+    move(leases, "I", 0)
     assert leases.consume(leases.handle(0, 0, "down")) == "down@0"
-    move(leases, "I", 1)
     move(leases, "W", 1)
     fails(WeightGradTwiceError, leases.consume, handle, layer="down", microbatch=1, step=3, chunk=0)
     fails(WeightGradTwiceError, leases.handle, 0, 1, "down", layer="down")
@@ -290,8 +292,8 @@ def test_a_handle_of_an_older_generation_reads_nothing():
     leases = table()
     forward(leases, 0)
     old, consumed = leases.handle(0, 0, "qkv"), leases.handle(0, 0, "down")
-    leases.consume(consumed)
     move(leases, "I", 0)
+    leases.consume(consumed)
     move(leases, "W", 0)
     fails(StaleHandleError, leases.consume, old, layer="qkv", generation=1, slot_generation=1)  # released, not reused
     forward(leases, 1)
@@ -313,12 +315,14 @@ def test_abandon_frees_everything_and_kills_old_handles():
     leases.begin_step(3)
     forward(leases, 0)
     fails(StaleHandleError, leases.consume, handle, generation=1, slot_generation=3)
+    move(leases, "I", 0)
     assert leases.consume(leases.handle(0, 0, "qkv")) == "qkv@0"
 
 
 def test_payloads_are_put_back_for_another_capture():
     leases = table()
     forward(leases)
+    move(leases, "I")
     left = leases.payloads(0, 0)
     assert left == {"qkv": "qkv@0", "down": "down@0"}
     leases.consume(leases.handle(0, 0, "qkv"))
