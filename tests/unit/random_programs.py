@@ -55,7 +55,8 @@ def random_program(rng: Random) -> Program:
     keys = tuple(rng.sample(KEYS, rng.choice((1, 1, 1, 2, 2, 3))))
     script = _Script(rng, window, keys)
     plain = rng.random() < 0.25
-    ops = script.plain() if plain else script.steps()
+    ops = script.plain() if plain else script.weights() if rng.random() < 0.15 else script.steps()
+    keys = script.keys
     if rng.random() < (0.1 if plain else 0.5):
         for _ in range(rng.choice((1, 1, 1, 2))):
             ops = _altered(rng, ops)
@@ -114,6 +115,27 @@ class _Script:
         self.extras = self.rng.random() < 0.3
         while self.actions < budget:
             self.step(budget)
+        return self.ops
+
+    def weights(self) -> list[Op]:
+        """A step and the next one's F, all with the same reads, and caches made anew in between, mostly as they should be."""
+        rng, key = self.rng, self.keys[0]
+        self.keys = (key,)
+        usual = tuple(Read(w, layout) for w in WEIGHTS for layout in LAYOUTS if rng.random() < 0.4) or (Read("a", "rows"),)
+        moves = {kind: Move(kind, *key, 0, 0, None if kind == "F" else 0, usual if kind != "W" else ()) for kind in "FIW"}
+        ends = [Commit(0)] if self.window == "step" else [Commit(0, (FORWARD,)), Commit(0, (BACKWARD,))]
+        self.ops = [Begin(), *(Launch("", moves[kind]) for kind in "FIW"), *(Launch("", commit) for commit in ends)]
+        if self.window == "microbatch":
+            self.ops[2:2] = [self.ops.pop(4)]
+        self.ops += [Launch("", Refresh()), End(), Begin(), Launch("", moves["F"])]
+        for _ in range(rng.randint(0, 2)):
+            place = rng.randint(1, len(self.ops) - 1)
+            some = tuple(sorted(rng.sample(WEIGHTS, rng.randint(1, 2))))
+            made = Launch("", Refresh(some, rng.choice((LAYOUTS, LAYOUTS, ("rows",), ("columns",)))))
+            self.ops[place:place] = rng.choice(([Launch("", Bump(some))], [Launch("", Bump(some)), made], [made]))
+        if rng.random() < 0.4:
+            last = max(i for i, op in enumerate(self.ops) if isinstance(op, Launch) and isinstance(op.work, Refresh))
+            self.ops[last] = Launch("", Refresh((rng.choice(WEIGHTS),)))
         return self.ops
 
     def step(self, budget: int) -> None:
@@ -193,7 +215,10 @@ class _Script:
         reads: tuple[Read, ...] = ()
         if direction is not None and self.reading:
             wanted = [(w, layout) for w in WEIGHTS for layout in LAYOUTS if rng.random() < 0.35]
-            reads = tuple(Read(w, layout, self.version[w] if rng.random() < 0.3 else None) for w, layout in wanted)
+            if self.usual is None or rng.random() < 0.3:
+                self.usual = wanted
+            stated = rng.random() < 0.3
+            reads = tuple(Read(w, layout, self.version[w] if stated else None) for w, layout in self.usual)
         epoch = self.epoch[direction] if direction is not None and rng.random() < 0.5 else None
         self.add(
             Move(kind, *key, *self.slots[key], beta, reads, epoch, idle=idle),
@@ -222,6 +247,7 @@ class _Script:
         self.add(Refresh())
         self.fresh = True
 
+    usual: list[tuple[str, str]] | None = None  # what graphs read again and again
     fresh: bool = True
     reading: bool = True
     extras: bool = False
@@ -252,7 +278,10 @@ def _altered(rng: Random, ops: list[Op]) -> list[Op]:
         op = ops.pop(place)
         ops.insert(rng.randint(0, len(ops)), op)
     elif how == "insert":
-        ops.insert(rng.randint(0, len(ops)), _foreign(rng))
+        foreign = _foreign(rng)
+        ops.insert(rng.randint(0, len(ops)), foreign)
+        if isinstance(foreign, Launch) and isinstance(foreign.work, Consume):
+            ops.insert(rng.randint(0, len(ops)), foreign)
     else:
         moves = [i for i, op in enumerate(ops) if isinstance(op, Launch) and op.work is not None]
         if moves:
