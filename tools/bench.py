@@ -1,9 +1,11 @@
-"""Measure: ``python -m tools.bench contract`` tells what the contract costs, as ratios within one run; ``python -m tools.bench
-kernels`` how fast the kernels and products of backend native are (GPU only).
+"""Measure: what the contract costs, how fast kernels and products are, how long training steps take.
 
 contract   1. ns of host time per effect, enforced and off
            2. us of host time per replayed action, enforced and off, at several numbers of layers
            3. whole steps of the demo's model under each mode (CPU), or of a captured stage (--device cuda)
+kernels    each kernel and product of backend native at several sizes (GPU only)
+train      whole training steps of the presets bench-s and bench-m, measured and predicted bubble (GPUs only); with stages on
+           several GPUs:  torchrun --nproc-per-node 2 -m tools.bench train --schedules 1f1b,zb-v
 
 Modes take turns from step to step, so that they share objects, memory and machine: how fast the machine is cancels out.
 """
@@ -16,7 +18,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +33,16 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m tools.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("what", choices=["contract", "kernels"], help="contract: what checks cost; kernels: GPU kernels alone")
+    made.add_argument("what", choices=sorted(COMMANDS), help="see above")
     made.add_argument("--config", type=Path, default=ROOT / "models/configs/demo.yaml", help="(default: the demo's)")
     made.add_argument("--steps", type=int, default=20, help="timed steps per mode (default: %(default)s)")
     made.add_argument("--backend", choices=["host_replay", "eager"], default="host_replay", help="of the steps on CPU")
     made.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the whole steps (default: %(default)s)")
     made.add_argument("--layers", default=",".join(map(str, LAYERS)), metavar="LIST", help="for part 2 (default: %(default)s)")
+    made.add_argument("--sizes", default="S,M", metavar="LIST", help="of train (default: %(default)s)")
+    made.add_argument("--schedules", default="1f1b", metavar="LIST", help="of train (default: %(default)s)")
+    made.add_argument("--microbatches", default="8", metavar="LIST", help="of train (default: %(default)s)")
+    made.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of train: override a preset's key")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     add_traceback(made)
     return made
@@ -44,8 +50,68 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    body = contract if arguments.what == "contract" else kernels
-    return run_tool(lambda: body(arguments), arguments.traceback)
+    return run_tool(lambda: COMMANDS[arguments.what](arguments), arguments.traceback)
+
+
+def training(arguments: argparse.Namespace) -> int:
+    """Cases one after another on all ranks of the launch; rank 0 prints."""
+    if arguments.steps < 1:
+        raise UsageError(f"--steps {arguments.steps}: at least one")
+    from qeffect_lm.runtime.determinism import apply_before_torch, apply_to_torch
+
+    apply_before_torch(os.environ, threads=1)
+    apply_to_torch(threads=1)
+    import torch
+
+    from qeffect_lm.runtime.launch import LaunchEnv, init_process_group
+    from tools.benchmarks import training as benchmark
+
+    if not torch.cuda.is_available():
+        raise UsageError("train is measured on GPUs only, and torch sees none here")
+    env = LaunchEnv.from_mapping(os.environ)
+    torch.cuda.set_device(env.local_rank)
+    init_process_group(env, "cpu:gloo,cuda:nccl", 120.0)
+    leads = env.rank == 0
+
+    def say(text: str) -> None:
+        if leads:
+            print(text, flush=True)
+
+    rows: list[dict[str, Any]] = []
+    for case in cases(arguments):
+        rows.append(benchmark.measure(case, ROOT / "models/configs", arguments.steps, say))
+        say(benchmark.table(rows[-1:]))
+    say("\n" + benchmark.table(rows))
+    if leads:
+        report = {
+            "benchmark": "train",
+            "command": f"python -m tools.bench {' '.join(sys.argv[1:])}",
+            "qeffect_lm": __version__,
+            "commit": commit(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "device": f"{env.world} x {torch.cuda.get_device_name()}",
+            "rows": rows,
+        }
+        write(report, arguments.json)
+    if env.world > 1:
+        torch.distributed.destroy_process_group()
+    return 0
+
+
+def cases(arguments: argparse.Namespace) -> list[Any]:
+    """Every size with every schedule and number of microbatches."""
+    from tools.benchmarks.training import Case
+
+    try:
+        counts = [int(word) for word in arguments.microbatches.split(",")]
+    except ValueError:
+        raise UsageError(f"--microbatches {arguments.microbatches}: numbers with commas") from None
+    unknown = [size for size in arguments.sizes.split(",") if not (ROOT / f"models/configs/bench-{size.lower()}.yaml").exists()]
+    if unknown:
+        raise UsageError(f"--sizes: no preset for {', '.join(unknown)}; there are S and M")
+    sizes, schedules = arguments.sizes.split(","), arguments.schedules.split(",")
+    return [Case(a, b, c, tuple(arguments.set)) for a in sizes for c in counts for b in schedules]
 
 
 def kernels(arguments: argparse.Namespace) -> int:
@@ -181,6 +247,9 @@ def captured_table(sizes: list[dict[str, Any]]) -> str:
             f"{size['added_host_us_per_action']:>14.1f}"
         )
     return "\n".join(lines)
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"contract": contract, "kernels": kernels, "train": training}
 
 
 if __name__ == "__main__":

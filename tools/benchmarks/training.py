@@ -1,0 +1,167 @@
+"""Whole training steps on GPUs: milliseconds, tokens/s, memory, and the bubble measured against the plan's.
+
+One process a GPU. The engine and everything around it is the one that trains; only the tokens are made up. A step is timed
+from one host synchronisation to the next, optimizer included, as the median on the slowest rank; ``stream`` is the mean of steps
+that follow each other without a host wait.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checkpoint import GroupCommunicator, SingleProcess
+from pipeline.engine import Engine
+from pipeline.measure import Meter
+from qeffect_lm.app.assemble import Assembly, assemble
+from qeffect_lm.app.auto_plan import choose_plan
+from qeffect_lm.config import Config, load_config
+from qeffect_lm.data.loader import StepBatch
+from qeffect_lm.parallel.mesh import Mesh
+
+WARM_UP = 6
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a preset with a schedule and a number of microbatches."""
+
+    size: str
+    schedule: str
+    microbatches: int
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.size, self.schedule, f"m={self.microbatches}", *self.overrides])
+
+    def config(self, presets: Path, pp: int) -> Config:
+        given = [
+            f"parallel.pp={pp}",
+            f"pipeline.schedule={self.schedule}",
+            f"pipeline.microbatches={self.microbatches}",
+            *self.overrides,
+        ]
+        return load_config(presets / f"bench-{self.size.lower()}.yaml", given)
+
+
+def batches(config: Config) -> Iterator[StepBatch]:
+    """Random tokens, other ones each step."""
+    shape = (config.pipeline.microbatches, config.data.microbatch_size, config.data.seq_len)
+    generator = torch.Generator().manual_seed(config.run.seed)
+    ids = torch.arange(shape[0] * shape[1]).view(shape[:2])
+    while True:
+        tokens = torch.randint(0, config.model.vocab_size, (*shape[:2], shape[2] + 1), generator=generator)
+        mask = torch.ones(shape)
+        yield StepBatch(tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous(), mask, ids, int(mask.sum()))
+
+
+def measure(case: Case, presets: Path, steps: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Run one case on all ranks of the process group; every rank returns the same figures."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    config = case.config(presets, world)
+    comm = GroupCommunicator() if world > 1 else SingleProcess()
+    mesh = Mesh({"pp": world, "dp": 1}, dist.get_rank() if world > 1 else 0)
+    mesh.create_groups()
+    data = batches(config)
+    inputs = [next(data) for _ in range(4)]
+    torch.cuda.reset_peak_memory_stats()
+    assembly = assemble(config, mesh, choose_plan(config, mesh, comm, lambda: inputs[0], say))
+    began = time.perf_counter()
+    assembly.prepare(inputs[0])
+    torch.cuda.synchronize()
+    captured = assembly.engine.captured
+    mine = {
+        "prepare_s": time.perf_counter() - began,
+        "graphs": 0 if captured is None else len(captured.actions) + len(captured.end),
+        **timed(assembly.engine, inputs, steps, world),
+    }
+    bubble = measured_bubble(assembly, inputs)
+    every = comm.broadcast(comm.gather(mine))
+    if assembly.transport is not None:
+        assembly.transport.close()
+    slowest = max(row["ms"] for row in every)
+    del assembly, captured
+    gc.collect()
+    torch.cuda.empty_cache()
+    return {
+        "case": case.name,
+        "pp": world,
+        "microbatches": case.microbatches,
+        "ms": slowest,
+        "tokens_per_second": 1e3 * inputs[0].tokens / slowest,
+        **{key: max(row[key] for row in every) for key in ("stream_ms", "prepare_s")},
+        **{key: [row[key] for row in every] for key in ("alloc_gib", "reserved_gib", "graphs")},
+        "losses": mine["losses"],
+        **bubble,
+    }
+
+
+def timed(engine: Engine, inputs: list[StepBatch], steps: int, world: int) -> dict[str, Any]:
+    """Warm-up, then steps with a host wait after each, then steps without; memory at its peak."""
+    number = 0
+
+    def step() -> torch.Tensor:
+        nonlocal number
+        number += 1
+        return engine.step(number - 1, inputs[number % len(inputs)]).loss
+
+    losses = [float(step()) for _ in range(WARM_UP)]
+    milliseconds = []
+    for _ in range(steps):
+        _meet(world)
+        began = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        milliseconds.append(1e3 * (time.perf_counter() - began))
+    _meet(world)
+    began = time.perf_counter()
+    for _ in range(steps):
+        loss = step()
+    torch.cuda.synchronize()
+    stream = 1e3 * (time.perf_counter() - began) / steps
+    return {
+        "ms": statistics.median(milliseconds),
+        "stream_ms": stream,
+        "losses": [*losses, float(loss)],
+        "alloc_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+    }
+
+
+def measured_bubble(assembly: Assembly, inputs: list[StepBatch]) -> dict[str, Any]:
+    """One watched step, after one that makes the meter look sizes up."""
+    meter = Meter(assembly.engine, assembly.register.knows)
+    for step in range(2):
+        watch = meter.start()
+        float(assembly.engine.step(step, inputs[step]).loss)
+    report = meter.report(watch)
+    return {key: report[key] for key in ("bubble", "bubble_predicted", "bubble_per_rank")}
+
+
+def _meet(world: int) -> None:
+    torch.cuda.synchronize()
+    if world > 1:
+        dist.barrier()
+        torch.cuda.synchronize()
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        f"{'case':34} {'ms':>8} {'stream':>8} {'tokens/s':>10} {'GiB':>6} {'graphs':>6} {'bubble':>7} {'predicted':>9} loss"
+    ]
+    for row in rows:
+        lines.append(
+            f"{row['case']:34} {row['ms']:>8.2f} {row['stream_ms']:>8.2f} {row['tokens_per_second']:>10,.0f} "
+            f"{max(row['alloc_gib']):>6.2f} {max(row['graphs']):>6} {row['bubble']:>7.3f} {row['bubble_predicted']:>9.3f} "
+            f"{row['losses'][0]:>7.3f}..{row['losses'][-1]:>7.3f}"
+        )
+    return "\n".join(lines)
