@@ -23,7 +23,7 @@ WORKSPACE_BYTES = 32 << 20  # what NVIDIA recommends for Hopper
 
 _COMPUTE_32F, _OP_N, _OP_T = 68, 0, 1
 _DESC_TRANSA, _DESC_TRANSB, _DESC_A_SCALE, _DESC_B_SCALE, _DESC_FAST_ACCUM = 3, 4, 17, 18, 25
-_PREFERENCE_WORKSPACE = 1
+_PREFERENCE_WORKSPACE, _PREFERENCE_ALIGNMENTS = 1, (5, 6, 7, 8)  # of A, B, C, D
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _STATUS = {
@@ -180,9 +180,9 @@ class CublasLt:
         preference = ctypes.c_void_p()
         self._call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
         try:
-            limit = ctypes.c_uint64(WORKSPACE_BYTES)
-            attribute = (preference, _PREFERENCE_WORKSPACE, ctypes.byref(limit), ctypes.c_size_t(ctypes.sizeof(limit)))
-            self._call("cublasLtMatmulPreferenceSetAttribute", *attribute)
+            self._prefer(preference, _PREFERENCE_WORKSPACE, ctypes.c_uint64(WORKSPACE_BYTES))
+            for attribute, tensor in zip(_PREFERENCE_ALIGNMENTS, (b, a, out, out), strict=True):
+                self._prefer(preference, attribute, ctypes.c_uint32(_alignment(tensor)))
             plan.algo = self._first_heuristic(plan, preference, f"{list(a.shape)} x {list(b.shape)}, {a.dtype} x {b.dtype}")
         finally:
             self._lib.cublasLtMatmulPreferenceDestroy(preference)
@@ -203,6 +203,10 @@ class CublasLt:
         for attribute, scale in ((_DESC_A_SCALE, b_scale_inv), (_DESC_B_SCALE, a_scale_inv)):
             if scale is not None:
                 self._set(plan.desc, attribute, _pointer(scale))
+
+    def _prefer(self, preference: ctypes.c_void_p, attribute: int, value: ctypes._SimpleCData) -> None:
+        size = ctypes.c_size_t(ctypes.sizeof(value))
+        self._call("cublasLtMatmulPreferenceSetAttribute", preference, attribute, ctypes.byref(value), size)
 
     def _set(self, desc: ctypes.c_void_p, attribute: int, value: ctypes._SimpleCData) -> None:
         size = ctypes.c_size_t(ctypes.sizeof(value))

@@ -92,21 +92,23 @@ def test_quantise_equals_the_cpu(fmt, shape):
 def test_products_against_float64(library, m, n, k, a_fmt, fast, out_dtype):
     """Within the hardware's bound of float64.
 
-    Hopper aligns the terms of a 32-long step to the largest and keeps 13 bits below it, so that a step errs by at most
-    2**-13 of the running sum of magnitudes S; there are k / 32 steps, or 4 until the sum moves to float32.
+    Hopper aligns the terms of a 32-long step, and the running sum, to the largest of them and keeps 13 bits below it. So each of
+    the k products loses at most 2**-13 of the largest one, and the running sum, at most the sum of magnitudes S, 2**-13 of S a
+    step: k / 32 times, or 4 times until the sum moves to float32.
     """
     a, a_inv, b, b_inv = operands(m, n, k, a_fmt)
     out = torch.full((m, n), torch.nan, dtype=out_dtype, device="cuda")
     library.matmul(out, a, b, a_scale_inv=a_inv, b_scale_inv=b_inv, fast_accumulation=fast)
     wide_a, wide_b = dequantise(a, a_inv).double(), dequantise(b, b_inv).double()
     want, magnitudes = wide_a @ wide_b.t(), wide_a.abs() @ wide_b.abs().t()
+    largest = wide_a.abs().amax(dim=1)[:, None] * wide_b.abs().amax(dim=1)
     steps = k / 32 if fast else 4
-    bound = (steps * 2.0**-13 + (k / 128 + 4) * 2.0**-24) * magnitudes
+    bound = 2.0**-13 * (k * largest + steps * magnitudes) + (k / 128 + 4) * 2.0**-24 * magnitudes
     if out_dtype is torch.bfloat16:
         bound = bound + 2.0**-8 * want.abs()
     error = (out.double() - want).abs()
     assert (error <= bound).all(), (error / bound).max().item()
-    assert (error.norm() / want.norm()).item() < (5e-3 if fast or out_dtype is torch.bfloat16 else 1e-3)
+    assert (error.norm() / want.norm()).item() < (2e-2 if fast else 5e-3)
 
 
 @pytest.mark.parametrize("a_fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
@@ -137,7 +139,7 @@ def test_weight_gradient_in_place(library, kind, m, n, k):
     library.matmul(out, a, b, beta=0, **scales)
     product = out.clone()
     exact = a.double() @ b.double().t() * (1.0 if not scales else (a_inv * b_inv).item())
-    assert torch.isfinite(out).all() and ((out.double() - exact).norm() / exact.norm()).item() < 1e-3
+    assert torch.isfinite(out).all() and ((out.double() - exact).norm() / exact.norm()).item() < 5e-3
     seed = on_gpu(m, n, seed=9, dtype=torch.float32, scale=10.0)
     out.copy_(seed)
     library.matmul(out, a, b, beta=1, **scales)

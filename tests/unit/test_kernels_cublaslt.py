@@ -26,6 +26,7 @@ class Library:
         self.objects: dict[int, dict] = {}
         self.heuristics = self.launches = 0
         self.found = 1
+        self.preferences: dict[int, int] = {}
         self.fast = None
         self.cublasLtGetVersion = _Function(lambda: 130000)
 
@@ -54,7 +55,8 @@ class Library:
         return 0
 
     def cublasLtMatmulPreferenceSetAttribute(self, preference, attribute, value, size):
-        assert attribute == 1 and size.value == 8 and value._obj.value == cublaslt.WORKSPACE_BYTES
+        assert size.value == {1: 8, 5: 4, 6: 4, 7: 4, 8: 4}[attribute] == ctypes.sizeof(value._obj)
+        self.preferences[attribute] = value._obj.value
         return 0
 
     def cublasLtMatmulAlgoGetHeuristic(self, handle, desc, a, b, c, d, preference, wanted, result, count):
@@ -156,6 +158,19 @@ def test_beta_and_place(products):
     assert (flat[0] == 7).all() and (flat[2] == 7).all()
 
 
+def test_alignments_are_told(products, library):
+    """The library assumes 256 bytes unless told: b, a and out as they lie, and another configuration for another alignment."""
+    storage = torch.zeros(4096, dtype=torch.bfloat16)
+    start = -storage.data_ptr() % 256 // 2
+    a, b = (storage[start + n : start + n + 256].view(16, 16) for n in (8, 512 + 64))
+    out = torch.zeros(4096)[: 16 * 16].view(16, 16)
+    products.matmul(out, a, b)
+    assert (library.preferences[5], library.preferences[6]) == (128, 16)
+    assert library.preferences[7] == library.preferences[8] == min(256, out.data_ptr() & -out.data_ptr())
+    products.matmul(out, b, b)
+    assert library.heuristics == 2
+
+
 def test_scales_are_the_calls_own(products):
     """Two calls of one shape share a plan, never a scale."""
     a, _, b, _ = operands(16, 16, 16)
@@ -182,6 +197,7 @@ def test_configurations_are_asked_once_and_workspaces_kept(products, library, mo
     for _ in range(3):
         products.matmul(torch.zeros(16, 32), a, b, a_scale_inv=a_inv, b_scale_inv=b_inv, beta=1)
     assert library.heuristics == 1 and library.launches == 3
+    assert library.preferences[1] == cublaslt.WORKSPACE_BYTES
     (workspace,) = products.workspaces.values()
     assert workspace.numel() == 32 << 20 and products.workspace(SimpleNamespace(cuda_stream=7)) is workspace
     assert products.workspace(SimpleNamespace(cuda_stream=9)) is not workspace
