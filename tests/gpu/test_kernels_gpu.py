@@ -92,7 +92,7 @@ def test_quantise_equals_the_cpu(fmt, shape):
 def test_products_against_float64(library, m, n, k, a_fmt, fast, out_dtype):
     """Within the hardware's bound of float64.
 
-    Hopper aligns the terms of a 32-long step, and the running sum, to the largest of them and keeps 13 bits below it. So each of
+    Hopper aligns the terms of a 32-long step, and the running sum, to the largest of them and keeps 13 bits below it: each of
     the k products loses at most 2**-13 of the largest one, and the running sum, at most the sum of magnitudes S, 2**-13 of S a
     step: k / 32 times, or 4 times until the sum moves to float32.
     """
