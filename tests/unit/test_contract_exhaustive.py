@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import qeffect_lm.modelcheck
 from qeffect_lm.contract import errors
 from qeffect_lm.contract.leases import LeaseTable
-from qeffect_lm.contract.streams import StreamClock
+from qeffect_lm.contract.ledger import Ledger
 from qeffect_lm.modelcheck.program import Commit, Launch, Move, Optimizer, Program
 from qeffect_lm.modelcheck.verdict import Verdict, judge
 from tests.unit.program_driver import Driver, ways
@@ -152,15 +152,14 @@ def first_difference(limit: int = 3000) -> str:
 
 
 def test_a_disagreement_is_told_with_a_minimal_program(monkeypatch):
-    """A clock that forgets one edge kind, and one that vouches for too much."""
-    launch = StreamClock.launch
-    monkeypatch.setattr(StreamClock, "launch", lambda clock, stream: clock._stream(stream))
+    """A ledger that forgets what a stream waited for, and one whose early events vouch for everything."""
+    wait, record = Ledger.wait, Ledger.record
+    monkeypatch.setattr(Ledger, "wait", lambda ledger, stream, event: None)
     text = first_difference()
-    assert "the ledger refuses [" in text and "the simulator refuses [None] nothing" in text
+    assert "the ledger refuses [" in text and "StreamOrderError" not in text.partition("the simulator refuses")[2]
     assert sum("launch on" in line for line in text.splitlines()) <= 6
-    monkeypatch.setattr(StreamClock, "launch", launch)
-    record = StreamClock.record
-    monkeypatch.setattr(StreamClock, "record", lambda clock, stream, covers=None: record(clock, stream))
+    monkeypatch.setattr(Ledger, "wait", wait)
+    monkeypatch.setattr(Ledger, "record", lambda ledger, stream, covers=None: record(ledger, stream))
     text = first_difference()
     assert "the ledger refuses nothing" in text and "covering only" in text
     assert sum("launch on" in line for line in text.splitlines()) <= 6
