@@ -15,7 +15,7 @@ from statistics import median
 import torch
 
 from pipeline.actions import Action, Kind
-from pipeline.engine import Engine
+from pipeline.engine import Captured, Engine
 from pipeline.p2p import Transport, gather_rows
 from pipeline.schedules import Placement
 from pipeline.simulate import peak_activations, simulate
@@ -167,6 +167,7 @@ class Meter:
         self.sizes = Sizes(known)
         self._slots = sum(size * len(engine.stages[chunk].slots) for chunk, size in self.slot_bytes().items())
         self._allocated = 0
+        self._pools: tuple[Captured, int] | None = None  # the graphs whose pools were added up
 
     def slot_bytes(self) -> dict[int, int]:
         """Chunk → bytes of one I-slot's own buffers."""
@@ -223,7 +224,9 @@ class Meter:
         predicted = self._slots + int(peak_activations([plan.actions[engine.rank]], m_b, m_w)[0])
         retained = watch.most_retained
         if engine.captured is not None:
-            retained = sum(graph.pool_bytes for graph, _ in engine.captured.actions.values())
+            if self._pools is None or self._pools[0] is not engine.captured:
+                self._pools = engine.captured, sum(graph.pool_bytes for graph, _ in engine.captured.actions.values())
+            retained = self._pools[1]
         if self._device.type == "cuda":
             grown = torch.cuda.max_memory_allocated(self._device) - self._allocated
             retained = grown if engine.captured is None else retained + grown

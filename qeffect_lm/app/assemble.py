@@ -95,7 +95,8 @@ class Assembly:
 
     def prepare(self, batch: object | None) -> None:
         """Before the first step: calibration on ``batch`` (fresh start only; None: none), caches, capture."""
-        if batch is not None and self.timeline.roles and self.timeline.window == "step":
+        if batch is not None and self.config.precision.fp8.recipe == "delayed" and self.timeline.window == "step":
+            # Whether this rank has a role or not: its neighbours wait for its part of the microbatch.
             calibrate(self.engine, batch)  # type: ignore[arg-type]
         if batch is not None:
             self.rebuild_caches()

@@ -167,6 +167,19 @@ def test_frozen_parameters_and_uneven_token_counts(schedule, chunks, monkeypatch
     assert differing(merged([tensors(part) for part in ranks.parts]), one.tensors) == []
 
 
+def test_a_rank_without_any_scale_is_calibrated_through(monkeypatch):
+    """G6: the middle rank holds no layer, so no role of its own: its neighbours' calibration still goes through it."""
+    keys = {"schedule": "1f1b", "microbatches": 2, "stage_layers": [2, 0, 2]}
+    one = train(config(pipeline__microbatches=2, pipeline__w_delay=0), 2, batches=lambda step: batch(step, 2))
+    ranks = Ranks(config(parallel__pp=3, pipeline=keys), monkeypatch)
+    assert [len(part.timeline.roles) for part in ranks.parts] == [24, 0, 24]
+    ranks.prepare(batch(0, 2))
+    losses = [{float(result.loss) for result in ranks.step(step, batch(step, 2))} for step in range(2)]
+    assert losses == [{loss} for loss in one.losses]
+    assert differing(merged([tensors(part) for part in ranks.parts]), one.tensors) == []
+    assert len({tuple(part.timeline.epochs.items()) for part in ranks.parts}) == 1
+
+
 def test_nothing_depends_on_the_placement_but_the_place():
     """Initial weights, names and their order: of one process, of a V and of an interleaved placement. (That the norm's blocks
     are added in one order everywhere shows in the bits of every other test.)
