@@ -73,6 +73,7 @@ def test_paper_rows(row: tuple) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("row", ROWS[2:], ids=["16/64", "32/96"])
 def test_longer_paper_rows(row: tuple) -> None:
     _row(row, effort=1)
