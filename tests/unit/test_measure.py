@@ -84,6 +84,10 @@ def test_a_pipeline_against_its_plan(schedule, chunks, backend, monkeypatch):
             assert report["peak_activation_bytes"][rank] > slots + held
 
 
+def sizes(tensors: list[torch.Tensor]) -> dict[int, int]:
+    return {storage_id(t): size for t in tensors if (size := t.untyped_storage().nbytes()) > 8}
+
+
 def test_what_autograd_keeps_is_found_whole(monkeypatch):
     """The walk over the graph finds the storages that torch's own hooks see saved, no more and no fewer.
 
@@ -105,8 +109,7 @@ def test_what_autograd_keeps_is_found_whole(monkeypatch):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             forward(slot, scope)
         found = list(saved_tensors(slot.saved[1]))
-        walked, seen = ({storage_id(t): size for t in ts if (size := t.untyped_storage().nbytes()) > 8} for ts in (found, packed))
-        compared.append((walked, seen))
+        compared.append((sizes(found), sizes(packed)))
 
     monkeypatch.setattr(stage, "forward", watched)
     assembly.engine.step(0, batch(0))
