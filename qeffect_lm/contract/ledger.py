@@ -18,7 +18,8 @@ from qeffect_lm.contract.errors import ContractViolation, LeaseError, ScaleOrder
 from qeffect_lm.contract.grads import GradSlots
 from qeffect_lm.contract.leases import LeaseTable, Slot
 from qeffect_lm.contract.names import Interned, Names
-from qeffect_lm.contract.streams import HOST, BufferAccess, Event, StreamClock
+from qeffect_lm.contract.steady import SteadyClock
+from qeffect_lm.contract.streams import HOST, BufferAccess, Event
 from qeffect_lm.contract.timeline import Direction, ScaleTimeline
 from qeffect_lm.contract.trace import TraceWriter
 from qeffect_lm.contract.tracing import Tracer
@@ -169,7 +170,7 @@ class Ledger:
     ) -> None:
         self.mode = Mode(mode)
         self.timeline, self.versions, self.grads = timeline, versions, grads
-        self.leases, self.streams = LeaseTable(), StreamClock()
+        self.leases, self.streams = LeaseTable(), SteadyClock()
         self._tracer: Tracer | None = None
         self._attach(trace)
         self._current: Scope | None = None
@@ -225,6 +226,8 @@ class Ledger:
         self.leases.begin_step(step)
         self.timeline.begin_window()
         self.grads.begin_step()
+        if self.checks:
+            self.streams.begin_step()
 
     def end_step(self) -> None:
         """No lease is left, no window is open."""
@@ -435,7 +438,9 @@ class Ledger:
     def _attach(self, writer: TraceWriter | None) -> None:
         if self._tracer is not None:
             self._tracer.detach()
-        self._tracer = Tracer(self, writer) if writer is not None and self.mode is Mode.TRACE else None
+        traced = writer is not None and self.mode is Mode.TRACE
+        self.streams.pause(not traced)  # a trace tells every launch and edge as it is checked
+        self._tracer = Tracer(self, writer) if writer is not None and traced else None
 
     def _refuse(self, error: ContractViolation) -> NoReturn:
         """Raise what the ledger itself finds; its parts' violations are traced where they are raised."""

@@ -101,6 +101,9 @@ class StreamClock:
 
     def launch(self, stream: str) -> None:
         """The host launches work on ``stream``: whatever the host knows is ordered before it."""
+        self._launch(stream)
+
+    def _launch(self, stream: str) -> None:
         if stream == HOST:
             return
         host, target = self._stream(HOST), self._stream(stream)
@@ -149,7 +152,7 @@ class StreamClock:
         Raises:
             StreamOrderError: a conflicting earlier access is not ordered before one of these.
         """
-        self.launch(stream)
+        self._launch(stream)
         state = self._stream(stream)
         touched = self._touched(accesses)
         clock, known = state.clock, state.clock.get

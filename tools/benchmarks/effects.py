@@ -63,7 +63,7 @@ def one_step(ledger: Ledger, layers: list[str], step: int, clock: Clock, streams
         each("take_weight_grad (W)", scope.take_weight_grad)
         each("write_grad", lambda layer: scope.write_grad(f"{layer}.weight"))
     names = STREAMS[:streams]
-    accesses = [(("buffer", k), (Access.READ, Access.WRITE)[k % 2]) for k in range(8)]
+    accesses = tuple((("buffer", k), (Access.READ, Access.WRITE)[k % 2]) for k in range(8))
     for name in names:
         with clock.block("launch with 8 accesses", 1):
             ledger.launch(name, accesses, "work")
