@@ -109,7 +109,10 @@ class Assembly:
             capture(self.engine, HostReplay(), self.register)
         elif backend == "cuda_graphs":
             stream = self.engine.streams.real(COMPUTE)
-            assert stream is not None, "check_device has seen to it"
+            assert stream is not None, "device_of has seen to it"
+            for name, tensor in self.cache.scratch().items():
+                if not self.register.knows(tensor):
+                    self.register.add(f"cache/{name}", tensor, owner="cache", mutable=False)
             capture(self.engine, CudaGraphs(stream), self.register)
 
     def graph_fingerprint(self) -> str:

@@ -52,13 +52,9 @@ class WeightCache:
         On a GPU delayed weights are done together, in two launches, once :meth:`refresh_` ran outside a capture.
         """
         together = self._on_gpu()
-        if together:
-            weights = [weight for _, weight in together]
-            if self._together is None or self._together.addresses != [weight.addresses() for weight in weights]:
-                from qeffect_lm.kernels.weights import WeightRefresh
-
-                self._together = WeightRefresh(weights)
-            self._together.run()
+        refresh = self._refresh_of([weight for _, weight in together])
+        if refresh is not None:
+            refresh.run()
         done = {name for name, _ in together}
         for name, (layer, recipe, master) in self._sources.items():
             if name in done:
@@ -86,6 +82,19 @@ class WeightCache:
             scale, slot = recipe.timeline.scale_of(role), recipe.timeline.slot_of(role)
             found.append((name, Weight(master(), cached.rows, cached.columns, scale, slot, cached.scale_inv)))
         return found
+
+    def _refresh_of(self, weights: list[Weight]) -> WeightRefresh | None:
+        """What quantises ``weights`` together, made again where one of them moved; None for none."""
+        if weights and (self._together is None or self._together.addresses != [weight.addresses() for weight in weights]):
+            from qeffect_lm.kernels.weights import WeightRefresh
+
+            self._together = WeightRefresh(weights)
+        return self._together if weights else None
+
+    def scratch(self) -> dict[str, torch.Tensor]:
+        """What a captured refresh reads besides weights and scales: on a GPU the tables of the weights' addresses."""
+        refresh = self._refresh_of([weight for _, weight in self._on_gpu()])
+        return {} if refresh is None else {"refresh_table": refresh.table, "refresh_tiles": refresh.tile_owner}
 
     def logical_tensors(self) -> list[LogicalTensor]:
         """``cached_weight/<param>`` (as laid out ``[out, in]``) and the inverse scale it was made with."""

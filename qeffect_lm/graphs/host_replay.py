@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from qeffect_lm.contract.errors import CaptureError
 from qeffect_lm.graphs.backend import Graph
 from qeffect_lm.graphs.recorder import HostReads, Recorder
 from qeffect_lm.graphs.register import HiddenStateRegister, storage_id
@@ -68,6 +69,14 @@ class _Tape(Recorder):
         super().__init__(label, register, shares)
         self.operations: list[_Operation] = []
         self.made: list[torch.Tensor] = []
+
+    def foreign(self, name: str, arguments: tuple[object, ...]) -> None:
+        raise CaptureError(
+            f"kernel {name} in the capture of {self.label} is no ATen operation, and nothing else can be replayed here: use "
+            "graphs.backend=cuda_graphs",
+            graph=self.label,
+            operation=name,
+        )
 
     def keep(self, made: torch.Tensor) -> None:
         self.made.append(made)

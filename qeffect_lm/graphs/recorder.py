@@ -106,6 +106,18 @@ class Recorder(TorchDispatchMode):
         self.write_down(func, args, kwargs, tuple(copies))
         return result
 
+    def foreign(self, name: str, arguments: tuple[object, ...]) -> None:
+        """A kernel that the dispatcher does not see is about to be launched (:func:`qeffect_lm.kernels.launched`)."""
+        for tensor in arguments:
+            if isinstance(tensor, torch.Tensor) and storage_id(tensor) not in self.known and not self.register.knows(tensor):
+                raise CaptureError(
+                    f"kernel {name} in the capture of {self.label} touches a tensor {tuple(tensor.shape)} {tensor.dtype} that "
+                    "the hidden-state register does not know: register it, or make it inside the capture",
+                    graph=self.label,
+                    operation=name,
+                )
+        self.lines.append(self._describe(name, arguments, {}))
+
     def keep(self, made: torch.Tensor) -> None:
         """An operation made a tensor; its storage's identity must not be given to another one before the graph dies."""
         raise NotImplementedError

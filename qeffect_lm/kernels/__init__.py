@@ -16,6 +16,17 @@ if TYPE_CHECKING:
 DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")
 
 
+def launched(name: str, *arguments: object) -> None:
+    """Tell a capture of a kernel that the dispatcher does not see, with its tensors and constants; else nothing happens."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    mode = _get_current_dispatch_mode()
+    if mode is not None:
+        told = getattr(mode, "foreign", None)
+        if told is not None:
+            told(name, arguments)
+
+
 def usable(tensor: torch.Tensor) -> bool:
     """Whether the kernels take ``tensor``: on a GPU, at most 32 bits wide, Triton installed. Tests replace this function."""
     return tensor.is_cuda and str(tensor.dtype) in DTYPES and find_spec("triton") is not None

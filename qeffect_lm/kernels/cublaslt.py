@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from qeffect_lm.errors import QEffectError
+from qeffect_lm.kernels import launched
 
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA recommends for Hopper
 
@@ -121,6 +122,7 @@ class CublasLt:
         """
         if a.dtype in _FP8 and (a_scale_inv is None or b_scale_inv is None):
             raise ValueError("FP8 operands need their inverse scales")  # else the pointers of an earlier call would serve
+        launched("product", out, a, b, beta, a_scale_inv, b_scale_inv, fast_accumulation)
         plan = self._plan(out, a, b, fast_accumulation, a_scale_inv, b_scale_inv)
         stream = torch.cuda.current_stream(self.device)
         workspace = self.workspace(stream)

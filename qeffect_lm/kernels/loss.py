@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from qeffect_lm.kernels import launched
+
 _BLOCK, _WARPS = 4096, 8
 
 
@@ -49,6 +51,7 @@ def forward(logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> 
     """``logits`` ``[m, vocab]``, ``targets`` int64 ``[m]``, ``mask`` float32 ``[m]`` → (losses, logsumexp), float32 ``[m]``."""
     m, vocab = logits.shape
     losses, lse = torch.empty(m, device=logits.device), torch.empty(m, device=logits.device)
+    launched("cross_entropy", logits, targets, mask, lse, losses)
     _forward_kernel[(m,)](logits, targets, mask, lse, losses, vocab, BLOCK=_BLOCK, num_warps=_WARPS)
     return losses, lse
 
@@ -64,5 +67,6 @@ def backward_(
     """The gradient ``[m, vocab]``, written over the logits: the largest activation, and nobody reads them after this."""
     m, vocab = logits.shape
     grid = (m, triton.cdiv(vocab, _BLOCK))
+    launched("cross_entropy_backward", logits, targets, mask, lse, dloss, divisor)
     _backward_kernel[grid](logits, targets, mask, lse, dloss, divisor, logits, vocab, BLOCK=_BLOCK, num_warps=_WARPS)
     return logits

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from qeffect_lm.fp8.quantise import Quantised
+from qeffect_lm.kernels import launched
 from qeffect_lm.kernels.quantise import Outputs
 from qeffect_lm.kernels.tile import SCALARS, emit, store_inverse, tile_offsets, tiles
 
@@ -96,6 +97,7 @@ def forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Te
     """``x`` ``[m, k]`` → y in its dtype, and 1 / rms of each row (float32 ``[m]``)."""
     x = x.contiguous()
     y, rstd = torch.empty_like(x), torch.empty(x.shape[0], device=x.device)
+    launched("norm", x, weight, y, rstd, eps)
     _row_kernel[(x.shape[0],)](x, weight, y, rstd, x.shape[1], eps, FORWARD=True, **_block(x.shape[1]))
     return y, rstd
 
@@ -103,6 +105,7 @@ def forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Te
 def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     """1 / rms of each row of ``x`` ``[m, k]``: float32 ``[m]``."""
     rstd = torch.empty(x.shape[0], device=x.device)
+    launched("inverse_rms", x, rstd, eps)
     _row_kernel[(x.shape[0],)](x, x, x, rstd, x.shape[1], eps, FORWARD=False, **_block(x.shape[1]))
     return rstd
 
@@ -110,6 +113,7 @@ def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
 def quantise(x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, outputs: Outputs) -> Quantised:
     """The norm's output, rounded to ``x``'s dtype as :func:`forward` does, straight to FP8."""
     m, k = x.shape
+    launched("norm_quantise", x, weight, rstd, *outputs.pointers())
     _norm_quantise_kernel[tiles(m, k)](x, weight, rstd, *outputs.pointers(), m, k, **outputs.switches())
     return outputs.quantised()
 
@@ -124,6 +128,7 @@ def backward(
     m, k = x.shape
     dx, dweight = torch.empty_like(x), torch.empty_like(weight)
     partial = torch.empty(RUNS, k, device=x.device)
+    launched("norm_backward", x, weight, rstd, dy, residual, dx, dweight, partial)
     _backward_kernel[(RUNS,)](
         x, weight, rstd, dy.contiguous(), dx if residual is None else residual.contiguous(), dx, partial,
         m, k, ROWS=triton.cdiv(m, RUNS), RESIDUAL=residual is not None, **_block(k),

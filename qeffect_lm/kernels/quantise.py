@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from qeffect_lm.fp8.quantise import Format, Quantised
+from qeffect_lm.kernels import launched
 from qeffect_lm.kernels.tile import SCALARS, TILE_K, TILE_M, WARPS, emit, store_inverse, tile_offsets, tiles
 
 
@@ -85,5 +86,6 @@ def quantise(x: torch.Tensor, outputs: Outputs) -> Quantised:
     """``x`` ``[m, k]`` → FP8; equal bytes to the reference in :mod:`qeffect_lm.fp8.quantise` (of a NaN, up to its sign)."""
     x = x.contiguous()
     m, k = x.shape
+    launched("quantise", x, *outputs.pointers())
     _quantise_kernel[tiles(m, k)](x, *outputs.pointers(), m, k, **outputs.switches())
     return outputs.quantised()

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from qeffect_lm.kernels import launched
+
 
 @triton.jit
 def _rotated(first, second, cos, sin, BACK: tl.constexpr):
@@ -83,6 +85,7 @@ def rotate_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     ``cos`` and ``sin`` are ``[sequence, head_dim // 2]``. Computed in float32, rounded once.
     """
     batch, sequence, kv_heads, parts, head_dim = qkv.shape
+    launched("rope", qkv, cos, sin)
     _rotate_kernel[(batch * sequence,)](
         qkv, cos, sin, sequence, kv_heads, parts - 2, head_dim // 2, **_shape(kv_heads * (parts - 1), head_dim // 2)
     )
@@ -98,6 +101,7 @@ def gather(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, cos: torch.Tens
     dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
     out = torch.empty(batch, sequence, kv_heads, group + 2, head_dim, dtype=dq.dtype, device=dq.device)
     strides = (*dq.stride()[:4], *dk.stride()[:3], *dv.stride()[:3])
+    launched("rope_backward", dq, dk, dv, cos, sin, out)
     _gather_kernel[(batch * sequence,)](
         dq, dk, dv, cos, sin, out, sequence, kv_heads, group, head_dim // 2, *strides,
         **_shape(kv_heads * (group + 2), head_dim // 2),

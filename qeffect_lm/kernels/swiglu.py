@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from qeffect_lm.fp8.quantise import Quantised
+from qeffect_lm.kernels import launched
 from qeffect_lm.kernels.quantise import Outputs
 from qeffect_lm.kernels.tile import SCALARS, emit, store_inverse, tile_offsets, tiles
 
@@ -57,6 +58,7 @@ def _backward_kernel(
 def quantise(x: torch.Tensor, outputs: Outputs) -> Quantised:
     """``x`` ``[m, 2 f]`` → ``silu(gate) * up`` ``[m, f]``, rounded once to ``x``'s dtype, in FP8."""
     m, f = x.shape[0], x.shape[1] // 2
+    launched("swiglu_quantise", x, *outputs.pointers())
     _forward_kernel[tiles(m, f)](x.contiguous(), *outputs.pointers(), m, f, **outputs.switches())
     return outputs.quantised()
 
@@ -64,5 +66,6 @@ def quantise(x: torch.Tensor, outputs: Outputs) -> Quantised:
 def backward_quantise(x: torch.Tensor, dy: torch.Tensor, outputs: Outputs) -> Quantised:
     """The activation's gradient ``dy`` ``[m, f]`` → that of ``x`` ``[m, 2 f]``, rounded to ``x``'s dtype, in FP8."""
     m, f = dy.shape
+    launched("swiglu_backward", x, dy, *outputs.pointers())
     _backward_kernel[tiles(m, f)](x, dy.contiguous(), *outputs.pointers(), m, f, **outputs.switches())
     return outputs.quantised()

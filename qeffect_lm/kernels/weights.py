@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from qeffect_lm.kernels import launched
 from qeffect_lm.kernels.tile import TILE_K, TILE_M, WARPS, emit, store_inverse, tile_offsets
 
 EMPTY = tl.constexpr(-1.0)
@@ -86,12 +87,13 @@ class WeightRefresh:
             tile_owner += [number] * (triton.cdiv(m, TILE_M) * triton.cdiv(k, TILE_K))
         self.addresses = [weight.addresses() for weight in weights]
         self._aligned = all(value % 16 == 0 for field in fields for value in (*field[:3], *field[6:8]))
-        self._table = torch.tensor(fields, dtype=torch.int64, device=device)
-        self._tile_owner = torch.tensor(tile_owner, dtype=torch.int32, device=device)
+        self.table = torch.tensor(fields, dtype=torch.int64, device=device)
+        self.tile_owner = torch.tensor(tile_owner, dtype=torch.int32, device=device)
 
     def run(self) -> None:
-        count, tiles = len(self.addresses), self._tile_owner.numel()
-        _empty_slots_kernel[(triton.cdiv(count, 128),)](self._table, count, BLOCK=128)
+        count, tiles = len(self.addresses), self.tile_owner.numel()
+        launched("weight_refresh", self.table, self.tile_owner)
+        _empty_slots_kernel[(triton.cdiv(count, 128),)](self.table, count, BLOCK=128)
         _refresh_kernel[(tiles,)](
-            self._table, self._tile_owner, ALIGNED=self._aligned, TILE_M=TILE_M, TILE_K=TILE_K, num_warps=WARPS
+            self.table, self.tile_owner, ALIGNED=self._aligned, TILE_M=TILE_M, TILE_K=TILE_K, num_warps=WARPS
         )

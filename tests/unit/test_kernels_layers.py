@@ -49,7 +49,7 @@ def test_norm(dtype, shape, residual, seed):
     want = exact_norm(wide_x, wide_w, 1e-5)
     y, rstd = norm.forward(x, weight, 1e-5)
     within(y, want.detach(), want.detach().abs(), 12)
-    assert torch.equal(rstd, norm.inverse_rms(x, 1e-5))
+    assert torch.allclose(rstd, norm.inverse_rms(x, 1e-5), rtol=2**-22, atol=0)  # compiled twice
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(norm, "RUNS", 8)  # runs of several rows, as in training, and programs without a row
