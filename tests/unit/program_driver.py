@@ -60,6 +60,7 @@ class Driver:
                 self.ledger.declare_roles(kind, chunk, [f"{layer}.{ROLE[kind]}" for layer in LAYERS])
         self.ledger.refreshed({name: name for name in p.WEIGHTS}, p.LAYOUTS)
         self.events: dict[int, Any] = {}
+        self.spelled: dict[tuple, tuple] = {}
         self.handles: dict[tuple[int, int], Any] = {}
         self.running: Any = None
         self.begun = 0
@@ -76,7 +77,8 @@ class Driver:
     def do(self, op: p.Op, touches: tuple[p.Touch, ...]) -> None:
         ledger = self.ledger
         if isinstance(op, p.Launch):
-            self.launch(op, [(t.buffer, Access(t.kind), t.lo, t.hi) for t in touches])
+            spelled = tuple((t.buffer, Access(t.kind), t.lo, t.hi) for t in touches)
+            self.launch(op, self.spelled.setdefault(spelled, spelled))  # one object for what recurs, as an engine has it
         elif isinstance(op, p.Record):
             self.events[op.event] = ledger.record(op.stream, op.covers)
         elif isinstance(op, p.Wait) and op.event in self.events:
@@ -94,7 +96,7 @@ class Driver:
         elif isinstance(op, p.Abandon):
             ledger.abandon_step()
 
-    def launch(self, op: p.Launch, accesses: list) -> None:
+    def launch(self, op: p.Launch, accesses: tuple) -> None:
         """The order of the engine: what it checks before it launches, the launch, what it tells afterwards."""
         ledger, work = self.ledger, op.work
         if isinstance(work, p.Commit):

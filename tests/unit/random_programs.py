@@ -62,8 +62,8 @@ def random_program(rng: Random) -> Program:
             ops = _altered(rng, ops)
     ops = _launched(ops)
     woven = _Weaver(rng, Program(window, tuple(ops), keys)).weave(restless=plain)
-    if rng.random() < (0.55 if plain else 0.35):
-        for _ in range(rng.choice((1, 1, 1, 2, 3))):
+    if rng.random() < (0.7 if plain else 0.35):
+        for _ in range(rng.choice((1, 2, 3) if plain else (1, 1, 1, 2, 3))):
             woven = _edges_altered(rng, woven)
     woven = _closed_where_opened(woven)
     return Program(window, tuple(woven), keys)
@@ -91,12 +91,11 @@ class _Script:
         self.ops.append(Launch("", work, touches))
 
     def touch(self, most: int = 2) -> tuple[Touch, ...]:
-        found = {}
+        found = []
         for _ in range(self.rng.randint(0, most)):
             lo = self.rng.choice((0, 0, 2, 4))
-            one = Touch(self.rng.choice(PLAIN), self.rng.choice(ACCESSES), lo, lo + self.rng.choice((2, 4, 8)))
-            found[one.buffer] = one
-        return tuple(found.values())
+            found.append(Touch(self.rng.choice(PLAIN), self.rng.choice(ACCESSES), lo, lo + self.rng.choice((2, 4, 8))))
+        return tuple(found)
 
     def plain(self) -> list[Op]:
         """Accesses alone; half of the time to few bytes, by readers and mergers that only a last writer must wait for."""
@@ -106,7 +105,7 @@ class _Script:
             if rng.random() < 0.06:
                 self.ops.append(Settle())
             kind = rng.choice((READ, READ, MAX_MERGE, MAX_MERGE, WRITE))
-            self.add(None, (Touch("x", kind, *rng.choice(((0, 8), (0, 8), (0, 4), (4, 8)))),) if few else self.touch(3))
+            self.add(None, (Touch("x", kind, *rng.choice(((0, 8), (0, 8), (0, 4), (4, 8), (2, 6)))),) if few else self.touch(3))
         return self.ops
 
     def steps(self) -> list[Op]:
@@ -273,7 +272,10 @@ def _altered(rng: Random, ops: list[Op]) -> list[Op]:
     elif how == "drop":
         del ops[place]
     elif how == "copy":
-        ops.insert(rng.randint(place + 1, len(ops)), ops[place])
+        op = ops[place]
+        if isinstance(op, Launch) and isinstance(op.work, Move) and op.work.kind == "F" and rng.random() < 0.7:
+            op = replace(op, work=replace(op.work, microbatch=2))  # over the same slots
+        ops.insert(rng.randint(place + 1, len(ops)), op)
     elif how == "swap":
         other = rng.randrange(len(ops))
         ops[place], ops[other] = ops[other], ops[place]
