@@ -105,7 +105,7 @@ class _Script:
             if rng.random() < 0.06:
                 self.ops.append(Settle())
             kind = rng.choice((READ, READ, MAX_MERGE, MAX_MERGE, WRITE))
-            self.add(None, (Touch("x", kind, *rng.choice(((0, 8), (0, 8), (0, 4), (4, 8), (2, 6)))),) if few else self.touch(3))
+            self.add(None, (Touch("x", kind, *rng.choice(((0, 8), (0, 4), (4, 8), (2, 6)))),) if few else self.touch(3))
         return self.ops
 
     def steps(self) -> list[Op]:
