@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from qeffect_lm import kernels
 from qeffect_lm.errors import UsageError
 from qeffect_lm.optim.flat import FlatBuffers
 from qeffect_lm.optim.lr import Schedule
@@ -87,7 +88,9 @@ class AdamW:
         # What the elementwise part multiplies with, rounded once to the master's dtype.
         self._clip, self._step_size, self._root_bias2, self._keep = (scalar(1.0, dtype) for _ in range(4))
         default = CPU_CHUNK if flat.device.type == "cpu" else DEVICE_CHUNK
-        self._chunks = self._make_chunks(default if chunk is None else chunk)
+        # On a GPU one kernel updates a segment and casts its parameters; elsewhere elementwise operations go chunk by chunk.
+        self._fused = dtype is torch.float32 and flat.grad_buffer.dtype is torch.float32 and kernels.usable(flat.grad_buffer)
+        self._chunks = [] if self._fused else self._make_chunks(default if chunk is None else chunk)
 
     def _make_chunks(self, size: int) -> list[_Chunk]:
         flat = self.flat
@@ -121,10 +124,13 @@ class AdamW:
         gradients hold, and the learning rate does not advance.
         """
         self._update_scalars(total_norm, finite)
-        for chunk in self._chunks:
-            self._update_chunk(chunk)
+        if self._fused:
+            self._update_fused()
+        else:
+            for chunk in self._chunks:
+                self._update_chunk(chunk)
+            self.flat.gather()
         self.step.add_(self._apply)
-        self.flat.gather()
 
     def logical_tensors(self) -> list[LogicalTensor]:
         """The optimizer's own saved state (the buffers list theirs): ``optimizer/step``, equal on every
@@ -154,6 +160,26 @@ class AdamW:
         torch.mul(self.lr, self.weight_decay, out=self._decay64)
         torch.sub(self._one, self._decay64, out=self._decay64)
         self._keep.copy_(self._decay64)
+
+    def _update_fused(self) -> None:
+        from qeffect_lm.kernels.optimizer import adamw
+
+        flat = self.flat
+        separate = flat.param_buffer.data_ptr() != flat.master_buffer.data_ptr()
+        scalars = (self._apply, self._clip, self._keep, self._step_size, self._root_bias2)
+        for segment, decay in ((flat.decay_range, True), (flat.no_decay_range, False)):
+            adamw(
+                flat.master_buffer[segment],
+                flat.grad_buffer[segment],
+                flat.moment1_buffer[segment],
+                flat.moment2_buffer[segment],
+                flat.param_buffer[segment] if separate else None,
+                scalars,
+                betas=self.betas,
+                eps=self.eps,
+                clip=self.clip_norm is not None,
+                decay=decay and self.weight_decay != 0.0,
+            )
 
     def _update_chunk(self, chunk: _Chunk) -> None:
         """One chunk; a, b, c hold in turn the gradient, the new moments, the update and the new master."""

@@ -8,6 +8,7 @@ parameter, on where a parameter lies in a flat buffer, or on the number of CPU t
 * a block is always summed as one row of a matrix of one fixed shape ``[rows, 65536]``, zero-padded, because
   a reduction's rounding may depend on its shape (on CPU a 1-D sum of a block differs from the same block as
   a row; on GPU the split over threads depends on the number of rows);
+* on a GPU one kernel gives each block to one program, whose order of additions is fixed;
 * the tree consists of elementwise additions only, ``x[0::2] + x[1::2]`` until one value is left.
 """
 
@@ -17,7 +18,8 @@ from collections.abc import Sequence
 
 import torch
 
-from qeffect_lm.optim.flat import FlatBuffers
+from qeffect_lm import kernels
+from qeffect_lm.optim.flat import Entry, FlatBuffers
 
 BLOCK = 65_536
 """Elements per block. Part of the definition of the norm: a change changes results."""
@@ -101,6 +103,11 @@ class BlockSums:
             different = sorted(set(names) ^ set(flat.trainable_names))
             raise ValueError(f"stage {stage} and its buffers disagree about {', '.join(different)}")
         device = flat.device
+        self._grads = flat.grad_buffer
+        self._fused = kernels.usable(flat.grad_buffer)
+        if self._fused:
+            self._plan_fused(flat, order, names)
+            return
         groups = max(1, -(-order.local_blocks(stage) // ROWS))
         self._scratch = torch.zeros(ROWS, BLOCK, dtype=torch.float64, device=device)
         self._all = torch.zeros(max(groups * ROWS, order.padded_blocks), dtype=torch.float64, device=device)
@@ -110,13 +117,28 @@ class BlockSums:
         self._clears: list[list[torch.Tensor]] = [[] for _ in range(groups)]
         block = 0
         for name in names:
-            entry = flat.entry(name)
-            if entry.numel != order.sizes[name]:
-                expected = order.sizes[name]
-                raise ValueError(f"{name}: {entry.numel} elements here, {expected} in the global order")
+            entry = self._entry(flat, order, name)
             block = self._plan(flat.grad_buffer[entry.offset : entry.offset + entry.numel], block)
         if block % ROWS or block == 0:
             self._clears[block // ROWS].append(self._scratch[block % ROWS :])
+
+    def _plan_fused(self, flat: FlatBuffers, order: BlockOrder, names: list[str]) -> None:
+        """On a GPU one kernel forms all sums: where each block starts, and how long it is."""
+        spans: list[tuple[int, int]] = []
+        for name in names:
+            entry = self._entry(flat, order, name)
+            ends = range(0, entry.numel, BLOCK)
+            spans += [(entry.offset + start, min(BLOCK, entry.numel - start)) for start in ends]
+        self.sums = torch.zeros(order.padded_blocks, dtype=torch.float64, device=flat.device)
+        self._starts = torch.tensor([start for start, _ in spans], dtype=torch.int64, device=flat.device)
+        self._lengths = torch.tensor([length for _, length in spans], dtype=torch.int32, device=flat.device)
+
+    @staticmethod
+    def _entry(flat: FlatBuffers, order: BlockOrder, name: str) -> Entry:
+        entry = flat.entry(name)
+        if entry.numel != order.sizes[name]:
+            raise ValueError(f"{name}: {entry.numel} elements here, {order.sizes[name]} in the global order")
+        return entry
 
     def _plan(self, grad: torch.Tensor, block: int) -> int:
         """Plan the copies of one flat gradient whose first block is number ``block``; return the next free
@@ -138,6 +160,12 @@ class BlockSums:
 
     def compute_(self) -> torch.Tensor:
         """Recompute ``sums`` from the main gradients, in place; returns it."""
+        if self._fused:
+            if self._starts.numel():
+                from qeffect_lm.kernels.optimizer import block_sums
+
+                block_sums(self._grads, self._starts, self._lengths, self.sums, BLOCK)
+            return self.sums
         for group, (copies, clears) in enumerate(zip(self._copies, self._clears, strict=True)):
             for target in clears:
                 target.zero_()
