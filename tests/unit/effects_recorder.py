@@ -72,7 +72,8 @@ class Recorder:
         self.ops.append(Op(LAUNCH, stream, accesses=tuple(accesses), epoch=self.commit_epoch, **parse_name(who)))
         self.commit_epoch = None
 
-    def _record(self, event: Any, stream: str) -> Any:
+    def _record(self, event: Any, stream: str, covers: Any = None) -> Any:
+        assert covers is None, "programs have no early events"
         self.events.append(event)
         self.ops.append(Op(RECORD, stream, event=len(self.events) - 1))
         return event

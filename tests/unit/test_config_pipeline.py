@@ -82,7 +82,10 @@ def test_every_schedule_by_configuration(schedule):
             ["1GiB is below one microbatch, which holds pipeline.costs.m_b = 2 GiB", "raise it"],
         ),
         ({"schedule": "auto", "costs": {"t_f": [1.0], "t_w": [1.0]}}, ["t_f and t_w alone", "give t_f, t_i and t_w"]),
-        ({"schedule": "auto", "costs": {"t_f": [1.0, 1, 1]}}, ["t_f [1.0, 1.0, 1.0]: one number from 0 on is needed, or one for each of 2 ranks"]),
+        (
+            {"schedule": "auto", "costs": {"t_f": [1.0, 1, 1]}},
+            ["t_f [1.0, 1.0, 1.0]: one number from 0 on is needed, or one for each of 2 ranks"],
+        ),
         ({"schedule": "auto", "costs": {"t_f": [0.0], "t_i": [0.0], "t_w": [0.0]}}, ["all zero"]),
         ({"schedule": "auto", "costs": {"t_comm": 1.0}}, ["t_comm needs t_f, t_i and t_w"]),
         ({"schedule": "auto", "costs": {"m_w": [1.0]}}, ["m_w needs pipeline.costs.m_b"]),

@@ -18,10 +18,10 @@ def test_a_role_that_nobody_reports(backend, kind, monkeypatch):
     """A layer that quantises without reporting its amax would freeze that scale for ever: named in its first action."""
     original = recipes.DelayedScaling.operand
 
-    def silent(self, layer, which, x, scope, *, columns=True):
+    def silent(self, layer, which, x, scope, *, columns=True, **more):
         if layer == "layers.1.mlp.down" and which == kind:
             return quantise(x, self.timeline.scale_of(f"{layer}.{which}"), recipes.FORMATS[which], columns=columns)
-        return original(self, layer, which, x, scope, columns=columns)
+        return original(self, layer, which, x, scope, columns=columns, **more)
 
     monkeypatch.setattr(recipes.DelayedScaling, "operand", silent)
     with pytest.raises(ScaleOrderError, match=f"layers.1.mlp.down.{kind}"):

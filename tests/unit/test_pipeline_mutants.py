@@ -69,7 +69,7 @@ def test_a_weaker_check_would_be_found_out(weaker, monkeypatch):
     subject = w_on_its_own_stream(build_plan("1f1b", 2, 2), "wgrad")
     how, word = {"edges": ("drop", "wait"), "contents": ("drop", "INPUT"), "slots": ("retarget", "to launch recv_B")}[weaker]
     if weaker == "edges":
-        monkeypatch.setattr(StreamClock, "access", lambda *_, **__: None)
+        monkeypatch.setattr(StreamClock, "_check", lambda *_: None)
     else:
         monkeypatch.setattr(prove_rank.RankCheck, "_touch", lambda *_: None)
     mutants = [one for one in effects_mutants(subject) if one.how == how and word in one.what]
