@@ -188,15 +188,19 @@ class SteadyClock(StreamClock):
                     self._at = at + 1
                     return
             self._leave()
-        self._note("work", stream, accesses, who)
+        told, self._told = self._told, None  # a step with a refused access is none to follow
         super().work(stream, accesses, who)
+        self._told = told
+        self._note("work", stream, accesses, who)
 
     def access(
         self, stream: str, buffer: Hashable, kind: Access, who: str = "", lo: int = 0, hi: int = WHOLE
     ) -> None:
         if not self._follows("access", stream, buffer, kind, who, lo, hi):
-            self._note("access", stream, buffer, kind, who, lo, hi)
+            told, self._told = self._told, None
             super().access(stream, buffer, kind, who, lo, hi)
+            self._told = told
+            self._note("access", stream, buffer, kind, who, lo, hi)
 
     def record(self, stream: str, covers: Iterable[Hashable] | None = None) -> Event:
         listed = None if covers is None else frozenset(covers)

@@ -198,6 +198,21 @@ def test_an_event_kept_over_steps_vouches_for_what_it_did(age):
         assert run(SteadyClock(), steps) == run(StreamClock(), steps)
 
 
+def test_a_step_that_was_refused_is_never_followed():
+    """The same wrong step again and again, everything settled in between: refused every time, sound steps around it or not."""
+    wrong = [operation for operation in CIRCLE if operation[0] != "wait"]
+    clock = SteadyClock()
+    for number in range(12):
+        clock.begin_step()
+        with pytest.raises(StreamOrderError):
+            for kind, *arguments in wrong:
+                getattr(clock, kind)(*arguments, *(["w"] if kind == "work" else []))
+        clock.settle()
+        if number > 6:
+            assert run(clock, [CIRCLE] * (number % 5))[-1:] in ([], [""])
+            clock.settle()
+
+
 def test_events_of_followed_steps_are_promises_and_traces_see_real_ones():
     clock = steady()
     clock.begin_step()
