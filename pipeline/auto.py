@@ -22,6 +22,7 @@ from pipeline.auto_orders import float_weights, greedy
 from pipeline.auto_problem import Order, Problem, fits, from_actions, measure, to_actions
 from pipeline.plan import Plan, make_plan
 from pipeline.schedules import SCHEDULES, Placement, ahead_order
+from pipeline.simulate import peak_activations
 from pipeline.slots import Holding
 from qeffect_lm.errors import UsageError
 
@@ -112,13 +113,19 @@ def auto(
 
 
 def solve(
-    problems: Mapping[str, Problem], *, effort: float = 1.0, window: str = "step", holding: Holding | None = None
+    problems: Mapping[str, Problem],
+    *,
+    effort: float = 1.0,
+    window: str = "step",
+    holding: Holding | None = None,
+    tolerance: float = 0.0,
 ) -> Auto:
     """:func:`auto` where each chunk has times and sizes of its own.
 
     Args:
         problems: one for each placement that may be used, by its name in :data:`SHAPES`; :func:`placement_of` places.
         effort, window, holding: as of :func:`auto`.
+        tolerance: costs that differ by no more than this fraction count as equal, and the plan that holds least is taken.
 
     Raises:
         UsageError: a limit that no plan can keep.
@@ -140,11 +147,20 @@ def solve(
         raise UsageError(_too_small(list(problems.values())))
     found.sort(key=lambda candidate: candidate.cost)
     best = _improved(found, effort)
+    if tolerance > 0:
+        equal = [candidate for candidate in (best, *found) if candidate.cost <= best.cost * (1 + tolerance)]
+        best = min(equal, key=_held)  # of those that hold as much, the fastest: they are sorted
     bound = min(map(lower_bound, problems.values()))
     compute = to_actions(best.order)
     m = best.problem.microbatches
     plan = make_plan("auto", compute, best.problem.placement, m, window=window, holding=holding)
     return Auto(plan, best.cost, best.name, best.problem, bound, named, tried)
+
+
+def _held(candidate: Candidate) -> float:
+    """Activation memory of the fullest rank at its peak."""
+    problem = candidate.problem
+    return max(peak_activations(to_actions(candidate.order), problem.m_b, problem.m_w))
 
 
 def placement_of(shape: str, p: int) -> Placement:

@@ -28,6 +28,9 @@ from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.units import format_bytes
 
 UNIT = Part(0.0, 0.0, 0.0, 0.0, 0.0)
+TOLERANCE = 0.015
+"""Plans that a profile cannot tell apart: two profiles of one machine differ by more. And memory costs time too: on two H200
+plans that were predicted 1.3 % faster with several times the memory ran 4 % slower (docs/schedules.md)."""
 
 
 def choose_plan(
@@ -148,7 +151,7 @@ def decide(config: Config, profiles: Sequence[tuple[int, Profile]]) -> Auto:
             f"pipeline.memory_limit {pipeline.memory_limit} is below one microbatch, which holds {format_bytes(least)} on the "
             "fullest rank: raise it, or lower data.microbatch_size or data.seq_len"
         )
-    return solve(problems, window=config.precision.fp8.window)
+    return solve(problems, window=config.precision.fp8.window, tolerance=TOLERANCE)
 
 
 def explain(config: Config, found: Auto) -> list[str]:
