@@ -350,7 +350,7 @@ def test_a_cut_search_says_so() -> None:
 
 
 def test_a_tolerance_takes_the_plan_that_holds_least():
-    """Costs measured on two GPUs (ms), 32 microbatches: within 1.5 % of the fastest there is a plan with a tenth of its memory."""
+    """Costs measured on two GPUs (ms), 32 microbatches: within 1.5 % of the fastest there is a plan with far less memory."""
     times = ([2.76, 3.17], [5.95, 6.29], [2.06, 2.5])
     problems = {shape: _problem(shape, 2, 32, times, 0.07, (1.0, 0.66), None, "makespan") for shape in SHAPES}
     fastest, chosen = solve(problems, effort=0.0), solve(problems, effort=0.0, tolerance=0.015)
