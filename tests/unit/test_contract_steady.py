@@ -101,7 +101,7 @@ def run(clock: StreamClock, steps: list[list[tuple[Any, ...]]], follow: list[boo
     return said
 
 
-@settings(max_examples=600, deadline=None, derandomize=True)
+@settings(max_examples=250, deadline=None, derandomize=True)
 @given(st.randoms(use_true_random=False), st.integers(2, 12))
 def test_verdicts_are_those_of_the_clock_without_the_shortcut(rng, repeats):
     """A step repeated, then changed somewhere, then repeated again: same verdict on every operation, same words."""
@@ -116,7 +116,7 @@ def test_the_programs_follow_and_leave_and_violate():
     """The property above is about something: many programs take the shortcut, many leave it, many end in a violation."""
     rng = Random(1)
     followed = left = wrong = wrong_after = 0
-    for _ in range(600):
+    for _ in range(300):
         step = random_step(rng)
         steps = [step] * 6 + [changed(step, rng), step]
         follow: list[bool] = []
@@ -125,14 +125,14 @@ def test_the_programs_follow_and_leave_and_violate():
         left += any(follow[:7]) and said[-1] == "" and not all(follow[3:])
         wrong += said[-1] != ""
         wrong_after += any(follow) and said[-1] != ""
-    assert followed > 200 and left > 100 and wrong > 100 and wrong_after > 15, (followed, left, wrong, wrong_after)
+    assert followed > 80 and left > 50 and wrong > 80 and wrong_after > 5, (followed, left, wrong, wrong_after)
 
 
 def test_changes_that_make_a_step_wrong_are_trapped():
     """Legal steps that are followed, each changed in one place so that the clock without the shortcut refuses: so does this
     one, at the same operation, in the same words."""
     rng, trapped = Random(7), 0
-    while trapped < 150:
+    while trapped < 60:
         step = random_step(rng)
         follow: list[bool] = []
         if run(SteadyClock(), [step] * 5, follow)[-1] != "" or not follow[-1]:
