@@ -171,7 +171,7 @@ class Plan:
             unordered, stored = document["allow_unordered"], document["fingerprint"]
             validate(actions, placement, microbatches, lowered=True, allow_unordered=unordered, window=window)
             plan = cls(document["schedule"], placement, microbatches, window, actions, unordered, holding)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise PlanError(f"not a stored plan: {type(error).__name__}: {error}") from error
         if stored != plan.fingerprint():
             raise PlanError(

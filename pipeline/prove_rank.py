@@ -149,6 +149,8 @@ class RankCheck:
             while position < len(self._ops):
                 self._check(*self._ops[position])
                 position += 1
+            if not self._ops:
+                self._refuse("a program without operations")
             if self._phase != "ended":
                 self._refuse("the program does not end its step")
         except ContractViolation as error:

@@ -229,7 +229,7 @@ class Schedule:
         """The compute actions per rank. Raises UsageError for numbers out of range."""
         _check(p, m, w_delay)
         if self.own_lag and w_delay:
-            raise UsageError(f"w_delay={w_delay}: schedule {self.name} itself sets when W runs; leave w_delay at 0")
+            raise UsageError(f"w_delay={w_delay}: schedule {self.name} itself sets when W runs: set w_delay to 0")
         return self.make(p, m, w_delay, self.chunks(chunks))
 
     def chunks(self, wanted: int | None = None) -> int:

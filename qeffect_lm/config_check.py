@@ -95,7 +95,7 @@ def _check_pipeline(config: Config) -> Iterator[str]:
         )
         return
     if schedule in OWN_LAG and pipeline.w_delay:
-        yield f"pipeline.w_delay {pipeline.w_delay}: schedule {schedule} itself sets when W runs; leave w_delay at 0"
+        yield f"pipeline.w_delay {pipeline.w_delay}: schedule {schedule} itself sets when W runs: set pipeline.w_delay=0"
     yield from _check_layers(stages, pp, layers, (chunks,) if chunks else allowed or (2,))
     yield from _check_auto(config)
 

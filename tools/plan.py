@@ -5,7 +5,7 @@
     python -m tools.plan --schedule zb-v --stages 4 --microbatches 8 --svg zb-v.svg
     python -m tools.plan --schedule interleaved-1f1b --chunks 3 --stages 4 --microbatches 8 --json
     python -m tools.plan --schedule zb-h1 --stages 4 --microbatches 8 --check
-    python -m tools.plan --plan runs/demo/checkpoints/step_00000100/manifest.json --check --mutants 300
+    python -m tools.plan --plan runs/demo/train/checkpoints/step_00000100 --check --mutants 300
 
 Without another choice the step is drawn in the terminal. Times are those of all the layers of a stage (rank); where a
 rank has several chunks each takes its share. 1F1B, GPipe and interleaved 1F1B are shown as they were published, with

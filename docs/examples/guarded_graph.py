@@ -35,6 +35,6 @@ for step in range(3):
         guard.edge("copy", "compute")  # the graphs wait for the batch
         f.replay(slots=(Slot("I", 0, 0), Slot("W", 0, 0))), i.replay(), w.replay()
         guard.edge("compute", "copy")  # the next batch waits for the graphs
-        with guard.work("compute", "optimizer", reads=[grad], writes=[weight]):
-            weight.sub_(grad, alpha=1e-3), guard.versions.bump(["weight"])
+        with guard.update("compute", writers=1, reads=[grad], writes=[weight]):
+            weight.sub_(grad, alpha=1e-3)
         guard.ledger.commit(epoch=step)

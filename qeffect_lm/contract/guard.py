@@ -222,6 +222,24 @@ class Guard:
         with self.streams.current(stream):
             yield
 
+    @contextmanager
+    def update(self, stream: str, *, writers: int, reads: Tensors = (), writes: Tensors = ()) -> Iterator[None]:
+        """The optimizer, as :meth:`work`: every declared gradient has its writers, and afterwards every weight another version.
+
+        Args:
+            writers: how many W (or EMPTY reports) of this step each gradient must have had.
+            reads, writes: the gradients and what the optimizer writes.
+
+        Raises:
+            GradSlotError: before the body runs, where a W is missing, or an optimizer ran before in this step.
+            StreamOrderError: as of :meth:`work`.
+        """
+        if self.ledger.checks:
+            self.ledger.grads.check_complete(writers)
+        with self.work(stream, "optimizer", reads=reads, writes=writes):
+            yield
+        self.versions.bump()
+
     def graph(
         self,
         name: str,

@@ -172,6 +172,12 @@ class LeaseTable:
         if self.step is None:
             raise LeaseError("an action outside a step", chunk=chunk, microbatch=microbatch)
         owner = Owner(self.step, chunk, microbatch)
+        if check and (i_slot.kind, w_slot.kind, i_slot.chunk, w_slot.chunk) != ("I", "W", chunk, chunk):
+            raise LeaseError(
+                f"F of chunk {chunk} takes one of its I-slots and one of its W-slots, not {tuple(i_slot)} and {tuple(w_slot)}",
+                chunk=chunk,
+                microbatch=microbatch,
+            )
         present = self._groups.get((chunk, microbatch))
         if present is not None and check:
             begun = LeaseState.FORWARDED if present.state is LeaseState.EMPTY else present.state
@@ -223,10 +229,15 @@ class LeaseTable:
             raise _illegal(move, state, group.owner, layer)
         layers[layer] = after
 
-    def finish(self, move: str, chunk: int, microbatch: int) -> None:
-        """The action ends: all layers must have made the move; I releases the I-slot, W the W-slot."""
+    def finish(self, move: str, chunk: int, microbatch: int, *, together: bool = False) -> None:
+        """The action ends: all layers must have made the move; I releases the I-slot, W the W-slot.
+
+        ``together``: a graph has just moved those layers that only graphs have moved.
+        """
         group = self._group(move, chunk, microbatch, check=True)
         after = _NEXT[move][1]
+        if not together:
+            group.each()
         for layer, state in group.layers.items():
             if state is not after:
                 raise LeaseLeakError(
@@ -253,9 +264,10 @@ class LeaseTable:
         group = self._group(move, chunk, microbatch, check=True)
         if members is not None and not group.layers and (move == "F" or group.together is members):
             group.together = members
+            self.finish(move, chunk, microbatch, together=True)
         else:
             self._replay_each(group, move, layers)
-        self.finish(move, chunk, microbatch)
+            self.finish(move, chunk, microbatch)
 
     @staticmethod
     def _replay_each(group: _Group, move: str, layers: tuple[str, ...]) -> None:

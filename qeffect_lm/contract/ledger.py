@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, NoReturn
 
-from qeffect_lm.contract.errors import ContractViolation, LeaseError, ScaleOrderError
+from qeffect_lm.contract.errors import ContractViolation, GradSlotError, LeaseError, ScaleOrderError
 from qeffect_lm.contract.grads import GradSlots
 from qeffect_lm.contract.leases import LeaseTable, Slot
 from qeffect_lm.contract.names import Interned, Names
@@ -175,6 +175,7 @@ class Ledger:
         self._attach(trace)
         self._current: Scope | None = None
         self._declared: dict[tuple[str, int], frozenset[str]] = {}
+        self._refused_by: str | None = None  # what raised in this step
         self._interned = Interned()
         self._replayed: dict[int, tuple[Summary, _Groups]] = {}
         self.step = 0
@@ -221,6 +222,7 @@ class Ledger:
 
     def begin_step(self, step: int) -> None:
         self.step = step
+        self._refused_by = None
         if self._tracer is not None:
             self._tracer.begin_step(step)
         self.leases.begin_step(step)
@@ -230,7 +232,13 @@ class Ledger:
             self.streams.begin_step()
 
     def end_step(self) -> None:
-        """No lease is left, no window is open."""
+        """No lease is left, no window is open.
+
+        Raises:
+            LeaseError: a launch or replay of this step was refused, and somebody went on: it may be half accounted for.
+        """
+        if self._refused_by is not None and self.checks:
+            self._refuse(LeaseError(f"the step ends although {self._refused_by} was refused in it: abandon it", step=self.step))
         if self.checks:
             self.leases.end_step()
             self.timeline.check_committed()
@@ -242,7 +250,7 @@ class Ledger:
 
     def abandon_step(self) -> None:
         """After an exception: nothing of the step stays behind on the host's side."""
-        self._current = None
+        self._current = self._refused_by = None
         self.leases.abandon()
         self.timeline.abandon()
         self.streams.settle()
@@ -307,6 +315,13 @@ class Ledger:
         ``epoch``: as in :meth:`action`)."""
         if not self.checks:
             return
+        self._refused_by, refused = "a replay", self._refused_by
+        self._replay(summary, chunk, microbatch, slots, epoch)
+        self._refused_by = refused
+
+    def _replay(
+        self, summary: Summary, chunk: int, microbatch: int, slots: tuple[Slot, Slot] | None, epoch: int | None
+    ) -> None:
         kind = summary.kind
         if self._current is not None:
             self._refuse(LeaseError(f"{kind} starts inside {self._current.kind}", chunk=chunk, microbatch=microbatch))
@@ -333,6 +348,8 @@ class Ledger:
         """What a summary names, as groups that are compared at once."""
         known = self._replayed.get(id(summary))
         if known is None:
+            if summary.grads and summary.beta is None:
+                self._refuse(GradSlotError(f"a graph writes {summary.grads[0]!r} and its summary gives no beta"))
             distinct = len(set(summary.layers)) == len(summary.layers)
             layers = self._interned.of(sorted(summary.layers)) if distinct else None
             groups = _Groups(self._interned.of(summary.weights), self._interned.of(summary.grads), layers)
@@ -402,7 +419,9 @@ class Ledger:
             return
         if self._tracer is not None:
             self._tracer.launch(stream, accesses, who)
+        self._refused_by, refused = who or "a launch", self._refused_by
         self.streams.work(stream, accesses, who)
+        self._refused_by = refused
         if self._tracer is not None:
             self._tracer.launched()
 

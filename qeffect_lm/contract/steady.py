@@ -12,8 +12,10 @@ same when, stream by stream, their ticks have the same order (:meth:`SteadyClock
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from qeffect_lm.contract.streams import WHOLE, Access, BufferAccess, Event, StreamClock
 
@@ -21,12 +23,17 @@ ROUNDS = 3  # steps that are told for real when the shortcut ends: events of old
 ATTEMPTS = 16  # steps in which a steady order is looked for, after anything unusual
 
 
-class Promise(NamedTuple):
-    """An event of a step that is followed, not checked: which shortcut, its how many-eth step, and the event's place in it."""
+class Promise:
+    """An event of a step that is followed, not checked: which shortcut, its how many-eth step, and the event's place in it.
 
-    era: int
-    round: int
-    serial: int
+    ``event`` is the real one, once the shortcut ended.
+    """
+
+    __slots__ = ("__weakref__", "era", "event", "round", "serial")
+
+    def __init__(self, era: int, round: int, serial: int) -> None:  # noqa: A002 (what it is)
+        self.era, self.round, self.serial = era, round, serial
+        self.event: Event | None = None
 
 
 Operation = tuple[Any, ...]  # ("work", stream, accesses, who), ("record", stream, covers), ("wait", stream, serial), ...
@@ -40,7 +47,8 @@ class SteadyClock(StreamClock):
         self.enabled = True
         self._script: list[Operation] | None = None  # the order that is followed
         self._at = self._serial = self._round = self._era = 0
-        self._promised: dict[Promise, Event] = {}  # events of followed steps, told for real since
+        self._given: list[Promise] = []  # in this followed step
+        self._kept: list[weakref.ref[Promise]] = []  # those of earlier ones that somebody still holds
         self._told: list[Operation] | None = None  # of the step that is checked; None: nobody will compare it
         self._serials: dict[int, tuple[int, Event]] = {}  # its events by identity
         self._knew: Hashable = None
@@ -54,6 +62,7 @@ class SteadyClock(StreamClock):
             if self._at == len(self._script):
                 self._at = self._serial = 0
                 self._round += 1
+                self._keep()
                 return
             self._leave()
         told, knew = self._told, self._knew
@@ -126,35 +135,40 @@ class SteadyClock(StreamClock):
         assert script is not None
         self._script = self._told = None
         self._attempts = 0
-        self._promised = {}
-        for number in range(max(0, current - ROUNDS), current + 1):
-            serial = 0
+        oldest = max(0, current - ROUNDS)
+        events: dict[int, list[Event]] = {}
+        for number in range(oldest, current + 1):
+            events[number] = []
             for operation in script if number < current else script[:at]:
-                if self._tell(operation, number, serial):
-                    serial += 1
+                self._tell(operation, events[number])
+        self._keep()
+        for reference in self._kept:
+            promise = reference()
+            if promise is not None and promise.event is None:
+                # One of a step before the oldest of these vouches for nothing that still counts, as the oldest's does.
+                promise.event = events[max(promise.round, oldest)][promise.serial]
+        self._kept.clear()
 
-    def _tell(self, operation: Operation, number: int, serial: int) -> bool:
-        """True for the recording of an event."""
+    def _keep(self) -> None:
+        """Remember the promises that outlive their step."""
+        self._kept += [weakref.ref(promise) for promise in self._given if sys.getrefcount(promise) > 3]
+        self._given.clear()
+
+    def _tell(self, operation: Operation, events: list[Event]) -> None:
         kind, *arguments = operation
         if kind == "record":
-            self._promised[Promise(self._era, number, serial)] = super().record(*arguments)
-            return True
-        if kind == "wait":
-            super().wait(arguments[0], self._promised[Promise(self._era, number, arguments[1])])
+            events.append(super().record(*arguments))
+        elif kind == "wait":
+            super().wait(arguments[0], events[arguments[1]])
         else:
             getattr(super(), kind)(*arguments)
-        return False
 
     def _resolved(self, event: Event | Promise) -> Event:
-        """The event itself. One of a step before those that were told for real vouches for nothing that still counts, as the
-        oldest of these does; one of an earlier shortcut vouches for nothing at all."""
+        """The event itself."""
         if not isinstance(event, Promise):
             return event
-        found = self._promised.get(event)
-        if found is None:
-            oldest = min((promise.round for promise in self._promised), default=0)
-            found = self._promised.get(event._replace(round=oldest))
-        return found or Event("", {}, {}, None)
+        assert event.event is not None, "the shortcut that gave it ended, and told it"
+        return event.event
 
     def _note(self, *operation: Any) -> None:
         if self._told is not None:
@@ -184,14 +198,14 @@ class SteadyClock(StreamClock):
             at = self._at
             if at < len(script):
                 known = script[at]
-                if known[0] == "work" and (known[2] is accesses or known[2] == accesses) and known[1] == stream:
+                if known[0] == "work" and (known[2] is accesses or known[2] == tuple(accesses)) and known[1] == stream:
                     self._at = at + 1
                     return
             self._leave()
         told, self._told = self._told, None  # a step with a refused access is none to follow
         super().work(stream, accesses, who)
         self._told = told
-        self._note("work", stream, accesses, who)
+        self._note("work", stream, tuple(accesses), who)  # a caller's list may change
 
     def access(
         self, stream: str, buffer: Hashable, kind: Access, who: str = "", lo: int = 0, hi: int = WHOLE
@@ -205,8 +219,10 @@ class SteadyClock(StreamClock):
     def record(self, stream: str, covers: Iterable[Hashable] | None = None) -> Event:
         listed = None if covers is None else frozenset(covers)
         if self._follows("record", stream, listed):
+            promise = Promise(self._era, self._round, self._serial)
             self._serial += 1
-            return Promise(self._era, self._round, self._serial - 1)  # type: ignore[return-value]
+            self._given.append(promise)
+            return promise  # type: ignore[return-value]
         event = super().record(stream, listed)
         if self._told is not None:
             self._told.append(("record", stream, listed))
@@ -215,7 +231,7 @@ class SteadyClock(StreamClock):
 
     def wait(self, stream: str, event: Event) -> None:
         if self._script is not None:
-            this = isinstance(event, Promise) and event[:2] == (self._era, self._round)
+            this = isinstance(event, Promise) and event.era == self._era and event.round == self._round
             if self._follows("wait", stream, event.serial if this else None):  # type: ignore[attr-defined]
                 return
         event = self._resolved(event)

@@ -230,6 +230,8 @@ class ScaleTimeline:
             ScaleOrderError: not the current epoch (a commit twice, or out of order), a reader is still running, or a
                 contributor has not reported (window ``microbatch``: there was none).
         """
+        if len(set(directions)) != len(directions):
+            raise ScaleOrderError(f"{by} closes a direction twice", epoch=epoch)
         if self.window == "step" and set(directions) != set(Direction):
             raise ScaleOrderError(f"{by} closes {', '.join(directions)} alone; window step closes both at once", epoch=epoch)
         for direction in directions:

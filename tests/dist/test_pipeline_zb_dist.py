@@ -47,5 +47,5 @@ def test_pipelines(schedule, ranks, backend, reference):
 
 
 def test_their_lag_is_not_a_choice():
-    with pytest.raises(UsageError, match="leave w_delay at 0"):
+    with pytest.raises(UsageError, match="set pipeline.w_delay=0"):
         train(config(**{**_settings("zb-h1"), "pipeline__w_delay": 1}), 1)

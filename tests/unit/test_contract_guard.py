@@ -236,6 +236,109 @@ def test_an_abandoned_step_leaves_the_guard_usable():
     run_step(guard, graphs)
 
 
+# ---- what an adversary found ---------------------------------------------------------------------------------
+
+
+def ledger() -> contract.Ledger:
+    return Guard(["a", "b"], weights=["w"], grads={"w": torch.zeros(4)}).ledger
+
+
+def test_a_list_of_accesses_may_be_used_again():
+    """A caller's list that changes is another piece of work, also in a step that is followed."""
+    guard = Guard(["a", "b"])
+    accesses = [("z", Access.READ)]
+    for step in range(6):
+        with guard.step(step):
+            guard.ledger.launch("a", (("x", Access.WRITE),), "write")
+            accesses[:] = [("z" if step < 5 else "x", Access.READ)]
+            if step < 5:
+                guard.ledger.launch("b", accesses, "read")
+                guard.ledger.commit(step)
+                continue
+            with pytest.raises(StreamOrderError):
+                guard.ledger.launch("b", accesses, "read")
+            guard.ledger.abandon_step()
+            guard.ledger.begin_step(step)
+            guard.ledger.commit(step)
+
+
+def test_an_event_of_an_earlier_phase_still_vouches():
+    """Training, evaluation, then a save that waits for the last optimizer step: no false alarm."""
+    guard = Guard(["compute", "save"])
+    trained, evaluated = torch.zeros(4), torch.zeros(4)
+    for step in range(8):
+        with guard.step(step):
+            with guard.work("compute", "work", writes=[trained if step < 5 else evaluated]):
+                pass
+            if step < 5:
+                event = guard.record("compute")
+            guard.ledger.commit(step)
+    with guard.step(8):
+        guard.wait("save", event)
+        with guard.work("save", "save", reads=[trained]):
+            pass
+        with pytest.raises(StreamOrderError), guard.work("save", "save", reads=[evaluated]):
+            pass
+        guard.ledger.abandon_step()
+        guard.ledger.begin_step(8)
+        guard.ledger.commit(8)
+
+
+def test_layers_that_a_graph_forwarded_do_not_move_by_themselves():
+    book = ledger()
+    book.begin_step(0)
+    book.replay(Summary("F", layers=("linear",)), 0, 0, slots=SLOTS[0])
+    with pytest.raises(LeaseLeakError, match="did not take part"), book.action("I", 0, 0):
+        pass
+
+
+@pytest.mark.parametrize("slots", [(Slot("I", 0, 0), Slot("I", 0, 0)), (Slot("I", 3, 0), Slot("W", 0, 0))])
+def test_a_slot_is_of_its_kind_and_chunk(slots):
+    book = ledger()
+    book.begin_step(0)
+    with pytest.raises(contract.LeaseError, match="one of its I-slots and one of its W-slots"):
+        book.replay(Summary("F"), 0, 0, slots=slots)
+
+
+def test_a_commit_names_a_direction_once():
+    book = ledger()
+    book.begin_step(0)
+    with pytest.raises(ScaleOrderError, match="twice"):
+        book.commit(0, (Direction.FORWARD, Direction.FORWARD, Direction.BACKWARD))
+
+
+def test_a_graph_owes_what_an_eager_action_owes():
+    """A beta for the gradients it writes."""
+    book = ledger()
+    book.begin_step(0)
+    book.replay(Summary("F"), 0, 0, slots=SLOTS[0])
+    book.replay(Summary("I"), 0, 0)
+    with pytest.raises(contract.GradSlotError, match="no beta"):
+        book.replay(Summary("W", grads=("w",)), 0, 0)
+
+
+def test_a_step_does_not_end_well_after_a_refusal():
+    """Somebody who swallows a violation: the step cannot pass for a sound one; abandoned, the next one can."""
+    guard, tensors, graphs = linear()
+    with pytest.raises(contract.LeaseError, match="F was refused"), guard.step(0):
+        with guard.work("copy", "batch", writes=[tensors["x"]]):
+            pass
+        for m in range(2):
+            if m == 0:
+                with pytest.raises(StreamOrderError):
+                    graphs["F"].replay(m, slots=SLOTS[m])
+                guard.edge("copy", "compute")
+            else:
+                graphs["F"].replay(m, slots=SLOTS[m])
+            graphs["I"].replay(m)
+            graphs[f"W{m}"].replay(m)
+        guard.ledger.commit(0)
+    guard.ledger.refreshed({"w": "linear"}, ["rows"])
+    with guard.step(1):
+        guard.ledger.timeline.expect(Direction.FORWARD, [])
+        guard.ledger.commit(1)
+
+
 def test_a_guard_can_trace(tmp_path):
     path = tmp_path / "trace.jsonl"
     x = torch.zeros(2)
@@ -269,7 +372,8 @@ def test_the_example_runs_and_is_on_the_page():
         ('guard.edge("copy", "compute")', StreamOrderError),
         ('guard.edge("compute", "copy")', StreamOrderError),
         ('guard.ledger.refreshed({"weight": "linear"}, ["rows"])', StaleWeightError),
-        (", w.replay()", LeaseLeakError),
+        (", w.replay()", contract.GradSlotError),
+        ("f.replay(slots=(Slot(\"I\", 0, 0), Slot(\"W\", 0, 0))), i.replay(), w.replay()", contract.GradSlotError),
         (", i.replay()", contract.WeightGradBeforeInputGradError),
         ("guard.ledger.commit(epoch=step)", ScaleOrderError),
     ],

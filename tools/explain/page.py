@@ -69,7 +69,7 @@ def data(ranks: Sequence[Rank], found: Found | None, step: int | None) -> dict[s
         "files": [str(rank.file) for rank in ranks],
         "steps": [_step(ranks, s, found) for s in chosen],
         "first": first,
-        "left_out": len(everything) - len(chosen) if step is None else 0,
+        "left_out": max(0, len(everything) - len(chosen)) if step is None else 0,
         "violation": None if found is None else _words(found[2]),
         "violations": sum(len(rank.violations) for rank in ranks),
     }
