@@ -151,7 +151,7 @@ def read_trace(path: str | Path) -> tuple[list[TracedRun], list[str]]:
             continue
         try:
             values = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             values = None
         if isinstance(values, list) and values[:1] == [MAGIC]:
             runs.append(TracedRun(_header(path, values)))

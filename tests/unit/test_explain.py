@@ -233,3 +233,12 @@ def test_unreadable_files(content, message, capsys, tmp_path):
 
 def test_it_is_a_tool():
     assert available()["explain"].startswith("Tell from a trace what happened to a lease")
+
+
+def test_a_record_with_senseless_values_is_one_line(tmp_path, capsys):
+    """Well-formed lines that no run writes: refused like any file that is no trace, whatever was asked for."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text('["qeffect-trace",1,{}]\n["s",0]\n["c","COMMIT",0,5]\n["z"]\n')
+    assert main([str(path), "--step", "0"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and str(path) in told and told.count("\n") == 1

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from qeffect_lm.contract.trace import buffer_name
-from qeffect_lm.errors import UsageError
+from qeffect_lm.errors import QEffectError, UsageError
 from tools.common import add_traceback, run_tool
 from tools.explain import page, story
 from tools.explain.history import Rank, Record, load
@@ -40,6 +40,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    """Tell what was asked for. A file whose lines have the form of records and senseless values in them is no trace either."""
+    try:
+        return _tell(args)
+    except QEffectError:
+        raise
+    except (TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
+        files = ", ".join(map(str, args.trace))
+        raise UsageError(f"{files}: a record holds what no trace holds there ({type(error).__name__}: {error})") from error
+
+
+def _tell(args: argparse.Namespace) -> int:
     ranks, remarks = load(args.trace, args.run)
     for remark in remarks:
         print(f"note: {remark}", file=sys.stderr)
