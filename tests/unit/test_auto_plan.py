@@ -179,7 +179,7 @@ def test_an_impossible_limit_is_told_to_all(monkeypatch):
 
 def test_another_plan_on_one_rank_is_an_error_on_all(monkeypatch):
     """A fault in what one rank was given: plan, or layers per chunk; both hashes and the ranks are named."""
-    plans = [decide(auto_config(), [(0, one), (1, one)]).plan for one in (A, B)]
+    plans = [decide(auto_config(), [(0, A), (1, A)]).plan, auto(2, 4, 1.0, 1.0, 1.0, shapes=("linear",)).plan]
     assert plans[0].fingerprint() != plans[1].fingerprint()
     same = auto_config()
     assert Threads(3).each(lambda comm: agree_on_plan(same, plans[0], comm)) == [None] * 3

@@ -45,7 +45,8 @@ def test_resumed_on_other_schedules(folder):
 
 def test_text_from_a_checkpoint_of_a_v(folder):
     """Generation runs the whole model on one process, whatever its chunks were."""
-    assembly, step = load_for_inference(folder / "v")
+    assert run_here(folder, "text", *PLAIN, "pipeline.schedule=zb-v")[0] == 0
+    assembly, step = load_for_inference(folder / "text")
     assert step == 6 and assembly.plan.num_ranks == assembly.plan.placement.num_chunks == 1
     other, _ = load_for_inference(folder / "whole")
     made = [list(Generator(one).stream([1, 2, 3], 6, Sampling(temperature=0))) for one in (assembly, other)]
