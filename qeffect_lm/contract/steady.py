@@ -12,7 +12,6 @@ same when, stream by stream, their ticks have the same order (:meth:`SteadyClock
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
@@ -151,8 +150,9 @@ class SteadyClock(StreamClock):
 
     def _keep(self) -> None:
         """Remember the promises that outlive their step."""
-        self._kept += [weakref.ref(promise) for promise in self._given if sys.getrefcount(promise) > 3]
+        references = [*self._kept, *map(weakref.ref, self._given)]
         self._given.clear()
+        self._kept = [reference for reference in references if reference() is not None]
 
     def _tell(self, operation: Operation, events: list[Event]) -> None:
         kind, *arguments = operation

@@ -228,6 +228,19 @@ def test_events_of_followed_steps_are_promises_and_traces_see_real_ones():
     assert run(clock, [CIRCLE] * 5)[-1] == "" and clock._script is not None
 
 
+def test_promises_that_die_are_forgotten():
+    """An event that is held until the next step's replaces it: one is kept, not one a step."""
+    clock, held = steady(), None
+    for _ in range(50):
+        clock.begin_step()
+        clock.work("a", (("x", WRITE),), "work 0")
+        held = clock.record("a")
+        clock.wait("b", held)
+        clock.work("b", (("x", READ),), "work 3")
+        clock.wait("a", clock.record("b"))
+    assert isinstance(held, Promise) and clock._script is not None and len(clock._kept) <= 2
+
+
 def test_what_is_collected_does_not_grow():
     """A clock without steps, and one whose steps never repeat, keep nothing of what was told."""
     clock = SteadyClock()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from qeffect_lm.fp8.quantise import E4M3, E5M2, dequantise, quantise
 from qeffect_lm.layers.rope import apply_rope, rope_tables
-from tests.unit.interpreted import DEVICE, kernels_run, reference  # noqa: F401
+from tests.unit.interpreted import DEVICE, INTERPRETED, kernels_run, reference  # noqa: F401
 from tests.unit.layer_harness import random
 from tests.unit.test_kernels_quantise import SPECIAL, same, scalar
 
@@ -49,7 +49,10 @@ def test_norm(dtype, shape, residual, seed):
     want = exact_norm(wide_x, wide_w, 1e-5)
     y, rstd = norm.forward(x, weight, 1e-5)
     within(y, want.detach(), want.detach().abs(), 12)
-    assert torch.allclose(rstd, norm.inverse_rms(x, 1e-5), rtol=2**-22, atol=0)  # compiled twice
+    if INTERPRETED:
+        assert torch.equal(rstd, norm.inverse_rms(x, 1e-5))
+    else:  # one kernel compiled twice: multiplications and additions may be fused differently
+        assert torch.allclose(rstd, norm.inverse_rms(x, 1e-5), rtol=2**-22, atol=0)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(norm, "RUNS", 8)  # runs of several rows, as in training, and programs without a row
