@@ -27,7 +27,7 @@ def capture(engine: Engine, backend: GraphBackend, register: HiddenStateRegister
     """
     keys = engine.plan.graph_keys(engine.rank)
     captured = Captured(check_addresses=register.check_watched)
-    with engine.ledger.recording(), transaction(register, engine.ledger):
+    with engine.ledger.recording(), transaction(register, engine.ledger, copy_guarded=not backend.warms_up):
         engine.ledger.begin_step(-1)
         try:
             if backend.warms_up:
@@ -64,6 +64,7 @@ def _warm_up(engine: Engine) -> None:
                     with engine.ledger.action(kind, chunk, WARM_UP, beta=beta if kind != "F" else None, slots=slots) as scope:
                         work(slot, scope)
         with torch.no_grad():
+            engine.end.veto_()
             for piece in engine.end_work().values():
                 piece()
 

@@ -131,6 +131,10 @@ class StepEnd:
         self.skip.copy_(~self.finite)
         self._optimizer.step_(norm, self.finite)
 
+    def veto_(self) -> None:
+        """Have :meth:`optimizer_step_` skip, until the next gather: a rehearsal must not move weights."""
+        self._rows[:, -2].fill_(1)
+
     def commit_(self) -> None:
         """Roll all histories (window ``step``); a skipped step rolls none and clears the window."""
         self._timeline.roll_(self.skip)

@@ -19,6 +19,7 @@ from pipeline.calibrate import calibrate
 from pipeline.capture import capture
 from pipeline.engine import Engine
 from pipeline.evaluate import Evaluator
+from pipeline.fingerprint import document, fingerprint
 from pipeline.p2p import Transport, queues_of
 from pipeline.plan import Plan, build_plan
 from pipeline.program import COMPUTE
@@ -37,7 +38,7 @@ from qeffect_lm.fp8.cache import WeightCache
 from qeffect_lm.fp8.recipes import CurrentScaling, DelayedScaling, Recipe
 from qeffect_lm.graphs.cuda_graphs import CudaGraphs
 from qeffect_lm.graphs.host_replay import HostReplay
-from qeffect_lm.graphs.register import HiddenStateRegister
+from qeffect_lm.graphs.register import HiddenStateRegister, Rule
 from qeffect_lm.kernels.cublaslt import CublasLt
 from qeffect_lm.layers.base import direct_layers, named_parameters
 from qeffect_lm.layers.linear import SplitLinear, bind_products
@@ -112,13 +113,17 @@ class Assembly:
             assert stream is not None, "device_of has seen to it"
             for name, tensor in self.cache.scratch().items():
                 if not self.register.knows(tensor):
-                    self.register.add(f"cache/{name}", tensor, owner="cache", mutable=False)
+                    self.register.add(f"cache/{name}", tensor, owner="cache", rule=Rule.CONSTANT)
             capture(self.engine, CudaGraphs(stream), self.register)
 
-    def graph_fingerprint(self) -> str:
-        """Of plan and captured graphs; of the plan alone in eager."""
+    def graph_document(self) -> list[str]:
+        """What a re-capture must reproduce, as lines (:mod:`pipeline.fingerprint`); in eager the plan alone."""
         captured = self.engine.captured
-        return self.plan.fingerprint() if captured is None else captured.fingerprint(self.plan)
+        return self.plan.text().splitlines() if captured is None else document(self.plan, self.engine.rank, captured)
+
+    def graph_fingerprint(self) -> str:
+        """SHA-256 of the document."""
+        return fingerprint(self.graph_document())
 
 
 def make_recipe(config: Config) -> Recipe | None:
@@ -408,18 +413,25 @@ def _register(
     """Everything a capture may touch, with its owner."""
     register = HiddenStateRegister()
     register.add("divisor", divisor, owner="engine")
-    for owner, part in (("flat", flat), ("timeline", timeline), ("optimizer", optimizer), ("step_end", end)):
+    trained = dict.fromkeys(("master_buffer", "moment1_buffer", "moment2_buffer"), Rule.GUARDED)
+    if flat.separate_params:
+        trained["param_buffer"] = Rule.GUARDED
+    register.add_object("flat", flat, {**trained, "grad_buffer": Rule.SCRATCH})
+    for owner, part in (("timeline", timeline), ("optimizer", optimizer), ("step_end", end)):
         register.add_object(owner, part)
     for name, cached in cache.cached.items():
         assert cached.rows is not None and cached.columns is not None
         for layout, tensor in (("rows", cached.rows), ("columns", cached.columns), ("scale_inv", cached.scale_inv)):
-            register.add(f"cache/{name}/{layout}", tensor, owner="cache")
+            register.add(f"cache/{name}/{layout}", tensor, owner="cache", rule=Rule.GUARDED)
     for index, stage in stages.items():
         for number, slot in enumerate(stage.slots):
             for name, tensor in slot.tensors().items():
-                register.add(f"chunk{index}/slot{number}/{name}", tensor, owner="stage")
+                constant = name == "anchor" or (name == "dy" and stage.last)
+                register.add(
+                    f"chunk{index}/slot{number}/{name}", tensor, owner="stage", rule=Rule.CONSTANT if constant else Rule.SCRATCH
+                )
         for name, buffer in stage.chunk.named_buffers():
-            register.add(f"chunk{index}/{name}", buffer, owner="layers", mutable=False)
+            register.add(f"chunk{index}/{name}", buffer, owner="layers", rule=Rule.CONSTANT)
         for name, parameter in named_parameters(stage.chunk):
             if not register.knows(parameter):
                 raise UsageError(f"parameter {name} of chunk {index} does not lie in the flat storage")

@@ -148,7 +148,7 @@ class Recorder(TorchDispatchMode):
                 name = self.register.name_of(tensor)
                 raise CaptureError(
                     f"{func} in the capture of {self.label} writes {name!r}, which the hidden-state register holds as "
-                    "a constant: register it as mutable, or nothing rolls it back",
+                    "a constant: register it under another rule, or nothing rolls it back",
                     graph=self.label,
                     operation=str(func),
                     tensor=name,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 
@@ -17,14 +18,29 @@ from qeffect_lm.contract.errors import CaptureError
 _OURS = frozenset({"qeffect_lm", "models", "pipeline"})  # whose objects add_object looks into
 
 
+class Rule(StrEnum):
+    """What a capture may do to a tensor, and what its transaction owes it.
+
+    ``RESTORED``: may be written; a copy is put back. ``GUARDED``: too large to copy on a device; nothing that really runs
+    during a capture there changes it, and a checksum before and after proves that (where captures run their work, it is
+    restored). ``SCRATCH``: means nothing between two steps (main gradients, a slot's borders); may be written, is left as it
+    is. ``CONSTANT``: never written.
+    """
+
+    RESTORED = "restored"
+    GUARDED = "guarded"
+    SCRATCH = "scratch"
+    CONSTANT = "constant"
+
+
 @dataclass(frozen=True)
 class Registered:
-    """One named tensor: who owns it, and whether the capture transaction must put it back (``mutable``)."""
+    """One named tensor, its owner, and its rule."""
 
     name: str
     owner: str
     tensor: torch.Tensor
-    mutable: bool
+    rule: Rule
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -89,24 +105,32 @@ class HiddenStateRegister:
         for name, tensor in (tensors or {}).items():
             self.add(name, tensor, owner="caller")
 
-    def add(self, name: str, tensor: torch.Tensor, *, owner: str, mutable: bool = True) -> None:
+    def add(self, name: str, tensor: torch.Tensor, *, owner: str, rule: Rule = Rule.RESTORED) -> None:
         """Register a tensor. A name is registered once."""
         if name in self._entries:
             raise ValueError(f"{name!r} is registered already")
-        self._entries[name] = Registered(name, owner, tensor, mutable)
+        self._entries[name] = Registered(name, owner, tensor, rule)
         self._storages[storage_id(tensor)] = name
-        if mutable:
+        if rule is not Rule.CONSTANT:
             self._writable.add(storage_id(tensor))
         self._addresses[name] = tensor.data_ptr()
         self._aliases.append(tensor.detach())
 
-    def add_object(self, owner: str, part: object) -> None:
+    def add_object(self, owner: str, part: object, rules: Mapping[str, Rule] | None = None) -> None:
         """Register every storage that ``part`` holds in its attributes, through containers and our own objects, once
-        each."""
+        each. ``rules``: of attributes that are not ``RESTORED``.
+
+        Raises:
+            ValueError: a rule for an attribute that holds no tensor of its own.
+        """
+        rules = {f"{owner}/{attribute}": rule for attribute, rule in (rules or {}).items()}
         self._parts.append((owner, part))
         for name, tensor in _tensors(owner, part):
             if not self.knows(tensor):
-                self.add(name, _whole_storage(tensor), owner=owner)
+                self.add(name, _whole_storage(tensor), owner=owner, rule=rules.get(name, Rule.RESTORED))
+        unknown = rules.keys() - self._entries.keys()
+        if unknown:
+            raise ValueError(f"{min(unknown)!r} holds no tensor of its own: there is nothing to give a rule")
 
     def watch(self, name: str, current: Callable[[], torch.Tensor]) -> None:
         """Have :meth:`check_watched` see that ``current()`` stays at its address (a parameter, an owner's attribute)."""
@@ -133,16 +157,16 @@ class HiddenStateRegister:
         return self._storages.get(storage_id(tensor))
 
     def may_write(self, tensor: torch.Tensor) -> bool:
-        """Whether a capture may write the tensor's storage: one of its entries is rolled back."""
+        """Whether a capture may write the tensor's storage: one of its entries is no constant."""
         return storage_id(tensor) in self._writable
 
     @property
     def entries(self) -> list[Registered]:
         return list(self._entries.values())
 
-    def mutable(self) -> list[Registered]:
-        """What a transaction saves and puts back, one entry per distinct tensor."""
-        return [entry for entry in self._entries.values() if entry.mutable]
+    def under(self, *rules: Rule) -> list[Registered]:
+        """The entries of these rules."""
+        return [entry for entry in self._entries.values() if entry.rule in rules]
 
     def check_addresses(self) -> None:
         """Loads are in place: no registered tensor may have moved, and no registered object may hold another one, since
@@ -160,9 +184,8 @@ class HiddenStateRegister:
 
     def table(self) -> str:
         """The register as text: name, owner, shape, dtype, rule."""
-        lines = [f"{'tensor':48} {'owner':12} {'dtype':16} {'rolled back':11} shape"]
+        lines = [f"{'tensor':48} {'owner':12} {'dtype':16} {'rule':11} shape"]
         for entry in self._entries.values():
-            rule = "yes" if entry.mutable else "constant"
             dtype = str(entry.tensor.dtype).removeprefix("torch.")
-            lines.append(f"{entry.name:48} {entry.owner:12} {dtype:16} {rule:11} {tuple(entry.tensor.shape)}")
+            lines.append(f"{entry.name:48} {entry.owner:12} {dtype:16} {entry.rule:11} {tuple(entry.tensor.shape)}")
         return "\n".join(lines)

@@ -18,8 +18,8 @@ from qeffect_lm.contract.timeline import ScaleTimeline
 from qeffect_lm.contract.versions import WeightVersions
 from qeffect_lm.fp8.recipes import roles_of
 from qeffect_lm.graphs.host_replay import HostReplay
-from qeffect_lm.graphs.register import HiddenStateRegister, digest
-from qeffect_lm.graphs.transaction import transaction
+from qeffect_lm.graphs.register import HiddenStateRegister, Rule, digest
+from qeffect_lm.graphs.transaction import checksum, transaction
 from qeffect_lm.runtime.rng import save_generators
 from tests.tiny import Trained, batch, config, differing, train
 
@@ -59,10 +59,10 @@ def test_register_finds_whole_storages():
     assert known.name_of(part.views["b"][0]) == "part/buffer"
     with pytest.raises(ValueError, match="'part/buffer' is registered already"):
         known.add("part/buffer", torch.zeros(1), owner="x")
-    known.add("table", torch.ones(2), owner="layers", mutable=False)
-    assert [e.name for e in known.mutable()] == ["part/buffer", "part/left"]
+    known.add("table", torch.ones(2), owner="layers", rule=Rule.CONSTANT)
+    assert [e.name for e in known.under(Rule.RESTORED)] == ["part/buffer", "part/left"]
     lines = known.table().splitlines()
-    assert len(lines) == 4 and "constant" in lines[3] and "yes" in lines[1] and "float32" in lines[1]
+    assert len(lines) == 4 and "constant" in lines[3] and "restored" in lines[1] and "float32" in lines[1]
     with pytest.raises(RuntimeError, match="boom"), transaction(known, make_ledger()):
         part.right.fill_(9.0)
         raise RuntimeError("boom")
@@ -191,8 +191,8 @@ def test_transaction_proves_its_rollback():
 
 
 def state_of(assembly) -> dict[str, torch.Tensor]:
-    """Everything the register rolls back, and the caches, as bytes by name."""
-    tensors = {e.name: e.tensor.detach() for e in assembly.register.entries}
+    """Everything the register rolls back or guards, as bytes by name."""
+    tensors = {e.name: e.tensor.detach() for e in assembly.register.entries if e.rule is not Rule.SCRATCH}
     return {n: (t.view(torch.uint8) if t.dtype.itemsize == 1 else t).clone() for n, t in tensors.items()}
 
 
@@ -304,3 +304,73 @@ def test_an_unregistered_tensor_in_a_layer_is_refused():
     assert "mul" in str(caught.value.place["operation"]) and "0F" in str(caught.value.place["graph"])
     assert run.assembly.engine.captured is None
     assert not bool(run.assembly.engine.step(1, batch(1)).skipped)
+
+
+# ---- rules of large tensors --------------------------------------------------------------------------------
+
+
+def test_checksum_sees_every_change():
+    """Any bit of any byte, a swap of two words, another length; not the layout in memory."""
+    base = torch.randint(0, 255, (1003,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    sums = {int(checksum(base))}
+    for position in (0, 7, 8, 500, 999, 1000, 1002):
+        for bit in (1, 128):
+            changed = base.clone()
+            changed[position] ^= bit
+            sums.add(int(checksum(changed)))
+    swapped = base.clone()
+    swapped[:8], swapped[8:16] = base[8:16], base[:8]
+    sums |= {int(checksum(swapped)), int(checksum(base[:-1])), int(checksum(base[1:]))}
+    assert len(sums) == 1 + 14 + 3
+    assert int(checksum(base[1:])) == int(checksum(base[1:].clone()))
+    wide = torch.randn(12, 10)
+    assert int(checksum(wide.t())) == int(checksum(wide.t().contiguous())) != int(checksum(wide))
+    assert int(checksum(torch.tensor(-0.0))) != int(checksum(torch.tensor(0.0)))
+
+
+def test_checksum_of_several_chunks(monkeypatch):
+    """Chunks are told apart: equal chunks swapped with others change the sum."""
+    monkeypatch.setattr("qeffect_lm.graphs.transaction._CHUNK", 16)
+    words = torch.arange(40)
+    other = torch.cat([words[16:32], words[:16], words[32:]])
+    assert int(checksum(words)) != int(checksum(other))
+
+
+def test_transaction_guards_what_it_does_not_copy():
+    """GUARDED without a copy: a change is an error with the tensor's name; with a copy it is put back. SCRATCH stays."""
+    for copied in (True, False):
+        known = HiddenStateRegister()
+        guarded, scratch = torch.ones(100), torch.ones(100)
+        known.add("flat/master", guarded, owner="flat", rule=Rule.GUARDED)
+        known.add("flat/grad", scratch, owner="flat", rule=Rule.SCRATCH)
+        with transaction(known, make_ledger(), copy_guarded=copied):
+            scratch.zero_()
+        assert (scratch == 0).all()
+        if copied:
+            with transaction(known, make_ledger(), copy_guarded=True):
+                guarded[50] = 2
+            assert (guarded == 1).all()
+        else:
+            with pytest.raises(CaptureError, match="'flat/master'.*no copy") as caught:
+                with transaction(known, make_ledger(), copy_guarded=False):
+                    guarded[50] = 2
+            assert caught.value.place["tensor"] == "flat/master"
+    with pytest.raises(ValueError, match="'part/nothing' holds no tensor"):
+        HiddenStateRegister().add_object("part", Part(), {"nothing": Rule.SCRATCH})
+
+
+def test_rehearsed_optimizer_moves_nothing():
+    """The step's end, run before a capture: vetoed, it leaves masters, moments, parameters and the step as they are."""
+    run = train(config(), 2)
+    end, flat, optimizer = run.assembly.engine.end, run.assembly.flat, run.assembly.optimizer
+    kept = (flat.master_buffer, flat.param_buffer, flat.moment1_buffer, flat.moment2_buffer, optimizer.step)
+    before = [int(checksum(tensor)) for tensor in kept]
+    with torch.no_grad():
+        end.veto_()
+        end.local_sums_()
+        end.optimizer_step_()
+    assert [int(checksum(tensor)) for tensor in kept] == before
+    with torch.no_grad():
+        end.gather_()
+        end.optimizer_step_()
+    assert all(int(checksum(tensor)) != old for tensor, old in zip(kept, before, strict=True))

@@ -18,7 +18,7 @@ from qeffect_lm.contract.errors import CaptureError
 from qeffect_lm.fp8.quantise import E4M3, E5M2, quantise
 from qeffect_lm.graphs.backend import Graph
 from qeffect_lm.graphs.host_replay import HostReplay, HostReplayGraph
-from qeffect_lm.graphs.register import HiddenStateRegister
+from qeffect_lm.graphs.register import HiddenStateRegister, Rule
 from qeffect_lm.runtime.rng import save_generators
 from tests.tiny import same_bits
 from tests.unit.layer_harness import random as normal
@@ -191,7 +191,7 @@ def test_a_read_only_tensor_is_not_written():
     name."""
     table, out = torch.ones(3), torch.zeros(3)
     known = HiddenStateRegister()
-    known.add("rope/cos", table, owner="layers", mutable=False)
+    known.add("rope/cos", table, owner="layers", rule=Rule.CONSTANT)
     known.add("out", out, owner="test")
     HostReplay().capture("read", lambda: torch.add(table, 1, out=out), register=known)  # type: ignore[arg-type]
     writes = [lambda: table.add_(1), lambda: torch.add(out, 1, out=table), lambda: table[1:].zero_()]
