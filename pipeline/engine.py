@@ -15,7 +15,6 @@ Streams are named and resolved when work is launched; every hand-over between tw
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -79,15 +78,6 @@ class Captured:
     end: dict[str, Graph] = field(default_factory=dict)
     retained: dict[tuple[int, int, int], list[torch.Tensor]] = field(default_factory=dict)  # by (chunk, I-slot, W-slot)
     check_addresses: Callable[[], None] = lambda: None  # raises CaptureError where a graph would read an old storage
-
-    def fingerprint(self, plan: Plan) -> str:
-        """SHA-256 over the plan and every graph's operations: equal before a kill and after the re-capture."""
-        text = hashlib.sha256(plan.text().encode())
-        for key, (graph, _) in sorted(self.actions.items(), key=lambda item: str(item[0])):
-            text.update(f"{tuple(map(str, key))} {graph.digest}\n".encode())
-        for name, graph in sorted(self.end.items()):
-            text.update(f"{name} {graph.digest}\n".encode())
-        return text.hexdigest()
 
     def bytes(self) -> int:
         graphs = [graph for graph, _ in self.actions.values()] + list(self.end.values())

@@ -12,8 +12,14 @@ class Graph(Protocol):
     """A captured piece of work: the same operations over the same storages at each replay."""
 
     @property
+    def lines(self) -> list[str]:
+        """What it launches, in order and without addresses: ``node …`` where it is a device's graph
+        (:mod:`qeffect_lm.graphs.nodes`), then ``operation …`` as dispatched, with shapes, dtypes and frozen literals."""
+        ...
+
+    @property
     def digest(self) -> str:
-        """SHA-256 of the operations, shapes, dtypes and frozen literals."""
+        """SHA-256 of the lines."""
         ...
 
     @property

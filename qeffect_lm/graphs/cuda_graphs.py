@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from qeffect_lm.contract.errors import CaptureError
 from qeffect_lm.graphs.backend import Graph
+from qeffect_lm.graphs.nodes import graph_nodes
 from qeffect_lm.graphs.recorder import HostReads, Recorder
 from qeffect_lm.graphs.register import HiddenStateRegister, storage_id
 
@@ -43,7 +44,9 @@ class CudaGraph:
 
     def __init__(self, label: str, pool: Any, lines: list[str], watch: _Watch, graph: torch.cuda.CUDAGraph, size: int) -> None:
         self.label, self.pool_id, self.pool_bytes = label, pool, size
-        self.digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        self.lines = [f"node {line}" for line in graph_nodes(graph.raw_cuda_graph())]
+        self.lines += [f"operation {line}" for line in lines]
+        self.digest = hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
         self._graph, self._watch = graph, watch
 
     def storages(self) -> dict[int, int]:
@@ -85,7 +88,7 @@ class CudaGraphs:
         pool = torch.cuda.graph_pool_handle() if pool is None else pool
         before = torch.cuda.memory_reserved(self.stream.device)
         watch = _Watch(label, register, shares)
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)  # its nodes are read, so it is not thrown away once instantiated
         torch.cuda.synchronize(self.stream.device)
         with torch.cuda.stream(self.stream), _no_collection(), torch.autograd.set_multithreading_enabled(False):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -100,6 +103,7 @@ class CudaGraphs:
                     raise CaptureError(f"the capture of {label} was refused by CUDA: {error}", graph=label) from error
                 raise
             graph.capture_end()
+        graph.instantiate()
         size = torch.cuda.memory_reserved(self.stream.device) - before
         return CudaGraph(label, pool, watch.lines, watch, graph, size)
 

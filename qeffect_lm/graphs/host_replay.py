@@ -113,7 +113,8 @@ class HostReplayGraph:
     def __init__(self, label: str, operations: list[_Operation], made: list[torch.Tensor], lines: list[str]) -> None:
         self.label = label
         self._operations, self._made = operations, made
-        self.digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        self.lines = [f"operation {line}" for line in lines]
+        self.digest = hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
 
     @property
     def pool_bytes(self) -> int:

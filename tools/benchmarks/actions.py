@@ -28,6 +28,10 @@ class Nothing:
 
     digest, pool_bytes = "", 0
 
+    @property
+    def lines(self) -> list[str]:
+        return []
+
     def replay(self) -> None: ...
 
     def storages(self) -> dict[int, int]:

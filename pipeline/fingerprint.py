@@ -1,0 +1,99 @@
+"""The graph-plan document of a rank: everything that a re-capture after a restart must reproduce, as lines of text.
+
+    plan 1                                       the plan's actions, of all ranks
+    rank 0: 0F0 0F1 …
+    slots I 0.0=0 0.1=1 …                        slot colours: chunk.microbatch=slot
+    graph 0I i=1 w=0 beta=0                      then, for each graph
+    effects scales=backward layers=…             what it does to contract state
+    node kernel quantise grid=(64, 1, 1) …       what it launches, in order
+
+Addresses never enter, so that equal work gives equal lines in every process. The fingerprint is the SHA-256 of the document;
+a checkpoint keeps both, so that a resume whose graphs differ can say where.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from pipeline.plan import GraphKey, Plan
+from pipeline.slots import Slots
+from qeffect_lm.contract.ledger import Summary
+
+if TYPE_CHECKING:
+    from pipeline.engine import Captured
+
+
+def document(plan: Plan, rank: int, captured: Captured) -> list[str]:
+    """The lines for pipeline rank ``rank``."""
+    slots = plan.slots[rank]
+    lines = plan.text().splitlines()
+    for name, resource in (("I", slots.i_slots), ("W", slots.w_slots)):
+        lines.append(f"slots {name} {_colours(resource)}")
+    for key, (graph, summary) in sorted(captured.actions.items(), key=lambda item: str(item[0])):
+        lines += [f"graph {graph_name(key)}", f"effects {effects_text(summary)}", *graph.lines]
+    for name, graph in sorted(captured.end.items()):
+        lines += [f"graph {name}", *graph.lines]
+    return lines
+
+
+def fingerprint(lines: Sequence[str]) -> str:
+    """SHA-256 of a document, 64 hexadecimal digits; of a plan alone it is the plan's."""
+    return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
+
+
+def graph_name(key: GraphKey) -> str:
+    """``0W i=1 w=0 beta=1``: kind, chunk and the place it was captured for."""
+    beta = "" if key.beta is None else f" beta={key.beta}"
+    return f"{key.chunk}{key.kind} i={key.i_slot} w={key.w_slot}{beta}"
+
+
+def effects_text(summary: Summary) -> str:
+    """A summary in one line; what has no order is sorted."""
+    weights = [f"{name}:{layout}" for name, layout in summary.weights]
+    parts: Mapping[str, Sequence[str]] = {
+        "scales": sorted(map(str, summary.scales)),
+        "roles": summary.roles,
+        "empty": summary.empty,
+        "weights": weights,
+        "layers": summary.layers,
+        "grads": summary.grads,
+    }
+    words = [f"{name}={','.join(values)}" for name, values in parts.items() if values]
+    if summary.beta is not None:
+        words.append(f"beta={summary.beta}")
+    return " ".join(words) or "none"
+
+
+def first_difference(saved: Sequence[str], now: Sequence[str]) -> str | None:
+    """In words where two documents differ first: the graph and its node; None where they are equal."""
+    for place in range(max(len(saved), len(now))):
+        a = saved[place] if place < len(saved) else None
+        b = now[place] if place < len(now) else None
+        if a != b:
+            where = _where(saved if a is not None else now, place)
+            return f"first in {where}: {_quoted(a)} was saved, {_quoted(b)} was captured"
+    return None
+
+
+def _where(lines: Sequence[str], place: int) -> str:
+    """``graph 0F i=0 w=0, node 17``: counted from 0 among the lines of its kind in its graph."""
+    kind = lines[place].split(" ", 1)[0]
+    if kind not in ("node", "operation", "effects"):
+        return "the list of graphs" if kind == "graph" else "the plan"
+    start = next(i for i in range(place, -1, -1) if lines[i].startswith("graph "))
+    graph = lines[start]
+    if kind == "effects":
+        return f"{graph}, its effects"
+    return f"{graph}, {kind} {sum(line.startswith(f'{kind} ') for line in lines[start:place])}"
+
+
+def _quoted(line: str | None) -> str:
+    if line is None:
+        return "nothing"
+    return repr(line if len(line) <= 400 else f"{line[:400]}…")
+
+
+def _colours(resource: Slots) -> str:
+    return " ".join(f"{chunk}.{m}={slot}" for (chunk, m), slot in sorted(resource.index.items()))
