@@ -16,6 +16,7 @@ from qeffect_lm.errors import QEffectError
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
+DOCUMENT = ".txt.gz"
 TEMPORARY = ".tmp-"
 DELETING = ".tmp-delete-"
 
@@ -35,6 +36,16 @@ def step_of(name: str) -> int | None:
     if match is None or step_name(int(match[1])) != name:
         return None
     return int(match[1])
+
+
+def document_name(rank: int, name: str) -> str:
+    """The file of a rank's document: ``rank00000.graphs.txt.gz``."""
+    return f"rank{rank:05d}.{name}{DOCUMENT}"
+
+
+def is_document(file: str) -> bool:
+    """True for a file that holds text, and no tensors."""
+    return file.endswith(DOCUMENT)
 
 
 def temporary_name(step: int) -> str:

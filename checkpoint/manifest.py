@@ -27,6 +27,7 @@ Count = Annotated[int, Field(ge=0)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 # A plain name, no separators: a manifest cannot make us open a file elsewhere, or one of another kind.
 ShardName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors$")]
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|txt\.gz)$")]
 
 
 class _Part(BaseModel):
@@ -78,7 +79,7 @@ class TensorEntry(_Part):
 
 
 class FileEntry(_Part):
-    """A shard as a whole: size in bytes and SHA-256."""
+    """A shard, or a document of a rank, as a whole: size in bytes and SHA-256."""
 
     size: Count
     sha256: Digest
@@ -100,7 +101,7 @@ class Manifest(_Part):
     meta: dict[str, Any]
     ranks: tuple[RankEntry, ...]
     versions: dict[str, str]
-    files: dict[ShardName, FileEntry]
+    files: dict[FileName, FileEntry]
     tensors: dict[str, TensorEntry]
 
     @model_validator(mode="after")

@@ -7,6 +7,8 @@ SHA-256, and only then seen as a tensor. Files that the manifest does not list a
 from __future__ import annotations
 
 import difflib
+import gzip
+import hashlib
 import math
 import os
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from checkpoint.layout import MANIFEST, Box, CheckpointError, describe, natural_key
+from checkpoint.layout import MANIFEST, Box, CheckpointError, describe, document_name, natural_key
 from checkpoint.manifest import Manifest, SliceEntry, TensorEntry, read_manifest
 from checkpoint.shards import Segment, as_integers, chunks, range_sha256, read_segment, torch_dtype
 
@@ -90,6 +92,19 @@ class Checkpoint:
                 piece = as_integers(self._read_slice(name, entry, part))
                 as_integers(out)[common.within(box)] = piece[common.within(part.box)]
         return out
+
+    def document(self, rank: int, name: str) -> str | None:
+        """The text that ``rank`` had saved under ``name``; None where it saved none. Raises as :meth:`read_document`."""
+        file = document_name(rank, name)
+        return self.read_document(file) if file in self.manifest.files else None
+
+    def read_document(self, file: str) -> str:
+        """The text of a document's file. Raises :class:`CheckpointError` unless its bytes match their SHA-256."""
+        with self._open(file) as handle:
+            content = handle.read()
+        if hashlib.sha256(content).hexdigest() != self.manifest.files[file].sha256:
+            raise CheckpointError(f"{self.path / file} is damaged: its bytes do not match their SHA-256")
+        return gzip.decompress(content).decode()
 
     def box(self, name: str, start: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Box:
         """The block that :meth:`read` returns. Raises :class:`CheckpointError` when it is not inside the

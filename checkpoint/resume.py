@@ -22,6 +22,7 @@ from checkpoint.reader import Checkpoint
 from checkpoint.shards import as_integers
 from qeffect_lm.contract.errors import ResumeError
 from qeffect_lm.contract.ledger import Ledger
+from qeffect_lm.graphs.document import first_difference
 from qeffect_lm.graphs.register import digest
 from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.runtime.rng import generator_tensors, load_generator_tensors
@@ -29,7 +30,12 @@ from qeffect_lm.state import LogicalTensor, Role
 
 PARAMETERS = (Role.PARAM, Role.MASTER)
 OPTIMIZER = (Role.MOMENT, Role.COUNTER)
+GRAPHS = "graphs"  # the document of each rank's plan and graphs
 SCALES = (Role.SCALE, Role.AMAX_HISTORY, Role.AMAX_OPEN)
+
+
+class GraphsDifferError(ResumeError):
+    """The checkpoint is sound, and the graphs captured now are not those that ran before the save."""
 
 
 class Resumable(Protocol):
@@ -40,6 +46,7 @@ class Resumable(Protocol):
     def logical_tensors(self) -> list[LogicalTensor]: ...
     def rebuild_caches(self) -> None: ...
     def capture(self) -> None: ...
+    def graph_document(self) -> list[str]: ...
     def graph_fingerprint(self) -> str: ...
 
 
@@ -98,6 +105,7 @@ def restore(
     coords: dict[str, int],
     layout: dict[str, int],
     changed: Sequence[str] = (),
+    accept_new_graphs: bool = False,
 ) -> str | None:
     """Bring ``target`` and ``cursor`` to the checkpoint's state and capture; collective over ``comm``.
 
@@ -105,11 +113,13 @@ def restore(
         coords: this rank's mesh coordinates.
         layout: axis → size of this run; generators and graphs are compared when it is the checkpoint's.
         changed: configuration keys that changed since the save and may change the graphs (a learning-rate table, say): then
-            graphs are captured anew and not compared. So they are under another torch.
+            graphs are captured anew and not compared.
+        accept_new_graphs: go on from graphs that differ from the saved ones.
 
-    Returns: why graphs were not compared, or None.
+    Returns: what to tell about the graphs (not compared, or accepted), or None.
 
     Raises:
+        GraphsDifferError: plan or graphs differ; names the first node that does.
         ResumeError: state is missing, does not fit, or what was rebuilt differs from what was saved.
     """
     same_layout = checkpoint.meta.get("layout") == layout
@@ -130,13 +140,12 @@ def restore(
     reasons = [*changed]
     if not same_layout:
         reasons.append("parallel layout")
-    before, now = checkpoint.manifest.versions.get("torch"), library_versions().get("torch")
-    if before != now:
-        reasons.append(f"torch {before} -> {now}")
     if reasons:
         return f"graphs captured anew, since these changed: {', '.join(reasons)}"
-    _raise_first(_compare_fingerprint(checkpoint, target, comm.rank), comm)
-    return None
+    fault = _first(_compare_graphs(checkpoint, target, comm.rank), comm)
+    if fault is not None and not accept_new_graphs:
+        raise GraphsDifferError(f"{fault}. To go on with the new graphs, and perhaps other roundings, add --accept-new-graphs")
+    return None if fault is None else f"accepted: {fault}"
 
 
 def _restore_versions(checkpoint: Checkpoint, ledger: Ledger) -> str | None:
@@ -179,15 +188,20 @@ def _compare(checkpoint: Checkpoint, items: Sequence[LogicalTensor], how: str) -
     return None
 
 
-def _compare_fingerprint(checkpoint: Checkpoint, target: Resumable, rank: int) -> str | None:
-    saved = checkpoint.meta["graph_fingerprints"][rank]
-    now = target.graph_fingerprint()
-    if saved != now:
-        return (
-            f"graph-plan fingerprint of rank {rank}: {saved} was saved, {now} was captured: plan, graph backend or library "
-            "versions changed"
-        )
-    return None
+def _compare_graphs(checkpoint: Checkpoint, target: Resumable, rank: int) -> str | None:
+    """Where this rank's plan and graphs differ from the saved ones, and which libraries changed meanwhile."""
+    saved, now = checkpoint.meta["graph_fingerprints"][rank], target.graph_fingerprint()
+    if saved == now:
+        return None
+    text = checkpoint.document(rank, GRAPHS)
+    if text is None:
+        where = f"fingerprint {saved} was saved, {now} was captured, and {checkpoint.path} keeps no list of nodes to compare"
+    else:
+        where = first_difference(text.splitlines(), target.graph_document()) or "in their fingerprints alone"
+    before, after = checkpoint.manifest.versions, library_versions()
+    versions = [f"{name} {before.get(name)} -> {after.get(name)}" for name in before if before.get(name) != after.get(name)]
+    changed = f" (changed since the save: {', '.join(versions)})" if versions else ""
+    return f"rank {rank}'s graphs are not those of {checkpoint.path}, {where}{changed}"
 
 
 def _generator_items(coords: dict[str, int]) -> list[LogicalTensor]:
@@ -207,8 +221,13 @@ def _restore_generators(checkpoint: Checkpoint, coords: dict[str, int], comm: Co
 
 def _raise_first(fault: str | None, comm: Communicator) -> None:
     """All ranks raise the first rank's fault alike."""
-    faults = comm.gather(fault)
-    verdict = None if faults is None else next((f for f in faults if f is not None), None)
-    verdict = comm.broadcast(verdict)
+    verdict = _first(fault, comm)
     if verdict is not None:
         raise ResumeError(verdict)
+
+
+def _first(fault: str | None, comm: Communicator) -> str | None:
+    """The first rank's fault, told to all."""
+    faults = comm.gather(fault)
+    verdict = None if faults is None else next((f for f in faults if f is not None), None)
+    return comm.broadcast(verdict)  # type: ignore[no-any-return]

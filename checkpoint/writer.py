@@ -8,6 +8,8 @@ success or failure, so that a rank that fails never leaves the others waiting.
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +26,8 @@ from checkpoint.layout import (
     Box,
     CheckpointError,
     describe,
+    document_name,
+    is_document,
     natural_key,
     step_name,
     temporary_name,
@@ -57,14 +61,16 @@ def save_checkpoint(
     keep: int = 0,
     rank_meta: dict[str, Any] | None = None,
     *,
+    documents: Mapping[str, str] | None = None,
     ops: FileOps | None = None,
 ) -> Path:
     """Write ``root/step_<step>/`` from all ranks together and return its path; collective over ``comm``.
 
     ``tensors`` is everything this rank holds; it writes what it owns (coordinate 0 on each of a tensor's
     replicated axes, or ``per_rank``). ``meta`` is free JSON and taken from rank 0, ``rank_meta`` is kept per
-    rank. ``coords`` gives this rank's mesh coordinates (a missing axis counts as 0). ``keep`` is the number
-    of complete checkpoints that stay (0: all).
+    rank. ``documents`` (name → text) are kept per rank too, compressed, in files of their own beside the shards.
+    ``coords`` gives this rank's mesh coordinates (a missing axis counts as 0). ``keep`` is the number of complete
+    checkpoints that stay (0: all).
 
     Raises :class:`CheckpointError` on every rank alike when any rank fails; the message names rank, path and
     cause and the checkpoint that survives. ``latest`` is then unchanged. A complete checkpoint of the same
@@ -74,7 +80,8 @@ def save_checkpoint(
     prepared = _attempt(comm.rank, lambda: save.prepare(keep)) if comm.rank == 0 else _Outcome()
     save.raise_failures(comm.broadcast(save.verdict([prepared])))
 
-    outcome = _attempt(comm.rank, lambda: save.write_own(tensors, comm.rank, coords, rank_meta or {}))
+    texts = {document_name(comm.rank, name): text for name, text in (documents or {}).items()}
+    outcome = _attempt(comm.rank, lambda: save.write_own(tensors, comm.rank, coords, rank_meta or {}, texts))
     outcomes = comm.gather(outcome)
     verdict = None
     if outcomes is not None:
@@ -93,7 +100,7 @@ def rewrite_checkpoint(
 ) -> Path:
     """Copy a checkpoint to ``root/step_<same>/`` as one shard, with some logical tensors given other values.
 
-    Meta data and ranks are taken over. For experiments on saved state, such as a control run with one scale
+    Meta data, ranks and documents are taken over. For experiments on saved state, such as a control run with one scale
     changed. Raises :class:`CheckpointError` for names, shapes or dtypes that do not match the source, and as
     :func:`save_checkpoint` does.
     """
@@ -117,7 +124,8 @@ def rewrite_checkpoint(
 
     def body() -> None:
         save.prepare(0)
-        report = save.write_own(tensors, 0, {}, {})
+        texts = {name: source.read_document(name) for name in source.manifest.files if is_document(name)}
+        report = save.write_own(tensors, 0, {}, {}, texts)
         save.commit([report], source.meta, ranks=source.manifest.ranks)
 
     save.raise_failures(save.verdict([_attempt(0, body)]))
@@ -144,7 +152,7 @@ class _Report:
     rank: int
     coords: dict[str, int]
     meta: dict[str, Any]
-    file: tuple[str, int, str] | None
+    files: list[tuple[str, int, str]]
     written: list[_Written]
     held: dict[str, dict[str, Any]]  # tensors this rank left to another, and its description of them
 
@@ -205,9 +213,14 @@ class _Save:
             self.ops.mkdir(self.temporary)
 
     def write_own(
-        self, tensors: Sequence[LogicalTensor], rank: int, coords: dict[str, int], meta: dict[str, Any]
+        self,
+        tensors: Sequence[LogicalTensor],
+        rank: int,
+        coords: dict[str, int],
+        meta: dict[str, Any],
+        documents: Mapping[str, str],
     ) -> _Report:
-        """Every rank: write this rank's shard (none when it owns nothing) and say what is in it."""
+        """Every rank: write this rank's shard (none when it owns nothing) and its documents, and say what is in them."""
         meta = plain_json(meta, "rank_meta")
         own, held = [], {}
         for item in tensors:
@@ -219,8 +232,9 @@ class _Save:
         own.sort(key=lambda item: (-item.tensor.element_size(), natural_key(item.name), item.start))
         file_name = f"rank{rank:05d}.safetensors"
         segments = _segments(own)
+        files = [(name, *self._write_document(name, text)) for name, text in documents.items()]
         if not own:
-            return _Report(rank, dict(coords), meta, None, [], held)
+            return _Report(rank, dict(coords), meta, files, [], held)
         data = [item.tensor for item in own]
         size, sha256, digests = write_shard(self.ops, self.temporary / file_name, segments, data)
         offset = len(header(segments))
@@ -235,7 +249,13 @@ class _Save:
                 "sha256": digest,
             }
             written.append(_Written(item.name, _description(item), part))
-        return _Report(rank, dict(coords), meta, (file_name, size, sha256), written, held)
+        return _Report(rank, dict(coords), meta, [(file_name, size, sha256), *files], written, held)
+
+    def _write_document(self, name: str, text: str) -> tuple[int, str]:
+        """Returns the file's size and SHA-256. Equal texts give equal files: gzip's time stamp is left out."""
+        content = gzip.compress(text.encode(), mtime=0)
+        write_file(self.ops, self.temporary / name, content)
+        return len(content), hashlib.sha256(content).hexdigest()
 
     def commit(
         self, reports: list[_Report], meta: dict[str, Any], ranks: tuple[RankEntry, ...] | None = None
@@ -243,10 +263,10 @@ class _Save:
         """Rank 0: check that the slices are the whole state, seal them with the manifest, publish the
         directory.
         """
-        files = {report.file[0]: report.file[1:] for report in reports if report.file}
+        files = {name: (size, sha) for report in reports for name, size, sha in report.files}
         for report in reports:
-            if report.file:
-                self._check_visible(report.rank, *report.file[:2])
+            for name, size, _ in report.files:
+                self._check_visible(report.rank, name, size)
         manifest = Manifest(
             step=self.step,
             meta=plain_json(meta, "meta"),

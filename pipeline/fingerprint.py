@@ -7,13 +7,12 @@
     effects scales=backward layers=…             what it does to contract state
     node kernel quantise grid=(64, 1, 1) …       what it launches, in order
 
-Addresses never enter, so that equal work gives equal lines in every process. The fingerprint is the SHA-256 of the document;
-a checkpoint keeps both, so that a resume whose graphs differ can say where.
+Addresses never enter, so that equal work gives equal lines in every process. The fingerprint is the SHA-256 of the document
+(:mod:`qeffect_lm.graphs.document`); a checkpoint keeps both, so that a resume whose graphs differ can say where.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -31,16 +30,16 @@ def document(plan: Plan, rank: int, captured: Captured) -> list[str]:
     lines = plan.text().splitlines()
     for name, resource in (("I", slots.i_slots), ("W", slots.w_slots)):
         lines.append(f"slots {name} {_colours(resource)}")
+    if captured.step is not None:
+        lines.append("graph step")
+        for key, summary in sorted(captured.step.summaries.items(), key=lambda item: str(item[0])):
+            lines.append(f"effects {graph_name(key)} {effects_text(summary)}")
+        lines += captured.step.graph.lines
     for key, (graph, summary) in sorted(captured.actions.items(), key=lambda item: str(item[0])):
         lines += [f"graph {graph_name(key)}", f"effects {effects_text(summary)}", *graph.lines]
     for name, graph in sorted(captured.end.items()):
         lines += [f"graph {name}", *graph.lines]
     return lines
-
-
-def fingerprint(lines: Sequence[str]) -> str:
-    """SHA-256 of a document, 64 hexadecimal digits; of a plan alone it is the plan's."""
-    return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
 
 
 def graph_name(key: GraphKey) -> str:
@@ -64,35 +63,6 @@ def effects_text(summary: Summary) -> str:
     if summary.beta is not None:
         words.append(f"beta={summary.beta}")
     return " ".join(words) or "none"
-
-
-def first_difference(saved: Sequence[str], now: Sequence[str]) -> str | None:
-    """In words where two documents differ first: the graph and its node; None where they are equal."""
-    for place in range(max(len(saved), len(now))):
-        a = saved[place] if place < len(saved) else None
-        b = now[place] if place < len(now) else None
-        if a != b:
-            where = _where(saved if a is not None else now, place)
-            return f"first in {where}: {_quoted(a)} was saved, {_quoted(b)} was captured"
-    return None
-
-
-def _where(lines: Sequence[str], place: int) -> str:
-    """``graph 0F i=0 w=0, node 17``: counted from 0 among the lines of its kind in its graph."""
-    kind = lines[place].split(" ", 1)[0]
-    if kind not in ("node", "operation", "effects"):
-        return "the list of graphs" if kind == "graph" else "the plan"
-    start = next(i for i in range(place, -1, -1) if lines[i].startswith("graph "))
-    graph = lines[start]
-    if kind == "effects":
-        return f"{graph}, its effects"
-    return f"{graph}, {kind} {sum(line.startswith(f'{kind} ') for line in lines[start:place])}"
-
-
-def _quoted(line: str | None) -> str:
-    if line is None:
-        return "nothing"
-    return repr(line if len(line) <= 400 else f"{line[:400]}…")
 
 
 def _colours(resource: Slots) -> str:

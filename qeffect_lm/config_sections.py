@@ -364,6 +364,12 @@ class CheckpointConfig(Section):
         on_resume="free",
         min_length=1,
     )
+    accept_new_graphs: bool = _key(
+        False,
+        "Resume although plan or captured graphs differ from the saved ones (another torch, driver or kernel); "
+        "`train.py … --accept-new-graphs` is the same. Otherwise that is an error which names the first node that differs.",
+        on_resume="free",
+    )
     requeue_exit_code: int = _key(
         0,
         "Exit code after a save asked for by SIGTERM, SIGUSR1 or train.max_minutes.",

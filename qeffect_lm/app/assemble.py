@@ -19,7 +19,7 @@ from pipeline.calibrate import calibrate
 from pipeline.capture import capture
 from pipeline.engine import Engine
 from pipeline.evaluate import Evaluator
-from pipeline.fingerprint import document, fingerprint
+from pipeline.fingerprint import document
 from pipeline.p2p import Transport, queues_of
 from pipeline.plan import Plan, build_plan
 from pipeline.program import COMPUTE
@@ -37,6 +37,7 @@ from qeffect_lm.errors import UsageError
 from qeffect_lm.fp8.cache import WeightCache
 from qeffect_lm.fp8.recipes import CurrentScaling, DelayedScaling, Recipe
 from qeffect_lm.graphs.cuda_graphs import CudaGraphs
+from qeffect_lm.graphs.document import fingerprint
 from qeffect_lm.graphs.host_replay import HostReplay
 from qeffect_lm.graphs.register import HiddenStateRegister, Rule
 from qeffect_lm.kernels.cublaslt import CublasLt

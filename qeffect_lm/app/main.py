@@ -30,6 +30,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("config", help="YAML configuration; it may inherit another by `base: other.yaml`")
     made.add_argument("overrides", nargs="*", metavar="section.key=value", help="override single keys")
     made.add_argument("--dry-run", action="store_true", help="print what would run (config, plan, memory) and train nothing")
+    made.add_argument(
+        "--accept-new-graphs", action="store_true", help="resume although captured graphs differ from the checkpoint's"
+    )
     made.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     made.add_argument("--version", action="version", version=f"qeffect-lm {__version__}")
     return made
@@ -62,7 +65,8 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
 
 
 def _run(arguments: argparse.Namespace, environ: MutableMapping[str, str]) -> int:
-    config: Config = load_config(arguments.config, arguments.overrides)
+    accept = ["checkpoint.accept_new_graphs=true"] if arguments.accept_new_graphs else []
+    config: Config = load_config(arguments.config, [*arguments.overrides, *accept])
     apply_before_torch(environ, threads=config.train.threads)
     env = LaunchEnv.from_mapping(environ)
     apply_to_torch(threads=config.train.threads)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from checkpoint import Checkpoint, CheckpointError, find_resumable, open_checkpoint, resolve, scan
 from checkpoint.comm import Communicator
-from checkpoint.resume import restore
+from checkpoint.resume import GraphsDifferError, restore
 from pipeline.plan import Plan
 from qeffect_lm.app.assemble import Assembly
 from qeffect_lm.config import Config, config_diff_on_resume
@@ -76,10 +76,13 @@ def restore_run(
 ) -> str | None:
     """Restore; a checkpoint that cannot be read or does not fit is named together with the one before it.
 
-    Returns: why graphs were not compared with the saved ones, or None.
+    Returns: what to tell about graphs that were not compared with the saved ones, or differ and were accepted; or None.
     """
+    accept = assembly.config.checkpoint.accept_new_graphs
     try:
-        return restore(checkpoint, assembly, loader, comm, mesh.coords, dict(mesh.sizes), changed)
+        return restore(checkpoint, assembly, loader, comm, mesh.coords, dict(mesh.sizes), changed, accept)
+    except GraphsDifferError:  # nothing is wrong with the checkpoint
+        raise
     except (CheckpointError, ResumeError) as error:
         earlier = [found.path for found in scan(checkpoint.path.parent) if found.step < checkpoint.step and not found.fault]
         after = f"the same command then resumes from {earlier[-1].name}" if earlier else "there is no earlier one"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from checkpoint import Checkpoint, GroupCommunicator, SingleProcess, save_checkpoint
 from checkpoint.comm import Communicator
-from checkpoint.resume import check_replicas, contract_meta, saved_state
+from checkpoint.resume import GRAPHS, check_replicas, contract_meta, saved_state
 from pipeline.measure import Meter, latency
 from qeffect_lm import __version__
 from qeffect_lm.app.assemble import Assembly, assemble, check_supported, device_of
@@ -103,6 +103,7 @@ class Run:
             self.comm,
             self.mesh.coords,
             keep=self.config.checkpoint.keep,
+            documents={GRAPHS: "\n".join(self.assembly.graph_document())},
         )
 
     def _meta(self, step: int, tokens: int, contract: dict[str, Any]) -> dict[str, Any]:

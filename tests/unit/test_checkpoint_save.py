@@ -509,3 +509,25 @@ def test_no_part_of_a_save_is_a_pickle(tmp_path: Path) -> None:
     for file in path.iterdir():
         with pytest.raises((pickle.UnpicklingError, ValueError, KeyError, EOFError, IndexError)):
             pickle.loads(file.read_bytes())
+
+
+def test_documents_of_ranks(tmp_path: Path) -> None:
+    """Text beside the shards: each rank's own, sealed like a shard, taken over by a rewrite; equal text, equal bytes."""
+
+    def body(comm: Any) -> Path:
+        documents = {"graphs": f"of rank {comm.rank}\nüé\n"} if comm.rank < 2 else None
+        tensors = [whole("w", torch.ones(2))] if comm.rank == 0 else []
+        return save_checkpoint(tmp_path / "root", 1, tensors, {}, comm, {"pp": comm.rank}, documents=documents)
+
+    path = on_ranks(3, body)[0]
+    checkpoint = open_checkpoint(path)
+    assert [checkpoint.document(rank, "graphs") for rank in range(3)] == ["of rank 0\nüé\n", "of rank 1\nüé\n", None]
+    assert checkpoint.verify() == [] and checkpoint.document(0, "other") is None
+    copy = open_checkpoint(rewrite_checkpoint(checkpoint, tmp_path / "copy", {"w": torch.zeros(2)}))
+    assert copy.document(1, "graphs") == "of rank 1\nüé\n"
+    file = "rank00001.graphs.txt.gz"
+    assert copy.manifest.files[file] == checkpoint.manifest.files[file]
+    (path / file).write_bytes((copy.path / "rank00000.graphs.txt.gz").read_bytes())
+    with pytest.raises(CheckpointError, match=rf"{file} is damaged"):
+        checkpoint.document(1, "graphs")
+    assert {problem.file for problem in checkpoint.verify()} == {file}

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
+from checkpoint import open_checkpoint
+from checkpoint.resume import GRAPHS
+from pipeline.step_end import StepEnd
+from qeffect_lm.app.main import main
 from qeffect_lm.contract.errors import ResumeError
 from qeffect_lm.errors import UsageError
+from qeffect_lm.graphs.document import fingerprint
 from qeffect_lm.runtime.lock import holding
-from tests.runs import CONFIG, checkpoint_of, metrics_of, run_here, write_config
+from tests.runs import CONFIG, checkpoint_of, metrics_of, overrides, run_here, write_config
 
 
 @pytest.fixture(scope="module", params=["eager", "host_replay"])
@@ -91,6 +97,55 @@ def test_a_branch_restarts_with_the_same_command(folder):
     assert code == 0
     with pytest.raises(UsageError, match="step_00000007"):
         run_here(folder, "branch2", f"checkpoint.resume={source}", "train.steps=9")
+
+
+def changed_sum(self: StepEnd) -> None:
+    """Another operation in one graph; the numbers stay."""
+    SUM(self)
+    self._mine.mul_(1.0)
+
+
+SUM = StepEnd.sum_losses_
+
+
+def test_other_graphs_are_refused_by_their_first_node(folder, monkeypatch):
+    """A graph that a library or a change of code made otherwise: named, unless it is accepted. (Eager has none.)"""
+    captured = "host_replay" in folder.name
+    for name in ("changed", "accepted", "flag"):
+        shutil.copytree(folder / "whole", folder / name)
+    assert any(file.endswith(".txt.gz") for file in checkpoint_of(folder, "changed").manifest.files)
+    checkpoint = checkpoint_of(folder, "changed")
+    lines = (checkpoint.document(0, GRAPHS) or "").splitlines()
+    assert fingerprint(lines) == checkpoint.meta["graph_fingerprints"][0] and lines[0] == "plan 1"
+    assert any(line.startswith("graph 0F i=0 w=0") for line in lines) == captured
+    number = sum(line.startswith("operation ") for line in lines[lines.index("graph sum_losses") :]) if captured else 0
+    monkeypatch.setattr(StepEnd, "sum_losses_", changed_sum)
+    if captured:
+        wanted = rf"rank 0's graphs are not .*first in graph sum_losses, operation {number}: nothing was saved, .*mul_.*accept"
+        with pytest.raises(ResumeError, match=wanted) as caught:
+            run_here(folder, "changed")
+        assert "away" not in str(caught.value)  # the checkpoint is not at fault
+    code, said = run_here(folder, "accepted", "checkpoint.accept_new_graphs=true")
+    assert code == 0 and any("accepted: rank 0's graphs" in line for line in said) == captured
+    args = [str(folder / "tiny.yaml"), *overrides(folder, "flag"), "--accept-new-graphs"]
+    assert main(args, {**os.environ}) == 0
+
+
+def test_equal_fingerprints_of_ten_resumes(folder):
+    """A run saved after each step, resumed ten times from copies: each re-capture has the manifest's fingerprint."""
+    assert run_here(folder, "prints", "checkpoint.every=1")[0] == 0
+    saved = {name: open_checkpoint(folder / "prints/checkpoints" / f"step_{name:08d}") for name in (1, 3, 6)}
+    prints = {tuple(checkpoint.meta["graph_fingerprints"]) for checkpoint in saved.values()}
+    assert len(prints) == 1
+    for number in range(10):
+        source = saved[(1, 3, 6)[number % 3]].path
+        name = f"again-{number}"
+        steps = 6 if number % 3 < 2 else 7
+        code, _ = run_here(folder, name, f"checkpoint.resume={source}", f"train.steps={steps}")
+        assert code == 0
+        if steps == 6:  # a longer run has a longer table of learning rates
+            prints.add(tuple(checkpoint_of(folder, name).meta["graph_fingerprints"]))
+    assert len(prints) == 1
 
 
 def _hold(path: Path, ready, release) -> None:
