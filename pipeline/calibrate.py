@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.engine import Engine, StepInput, on_device
+from pipeline.batch import StepInput, on_device
+from pipeline.engine import Engine
 from qeffect_lm.contract.timeline import Direction
 from qeffect_lm.layers.context import Phase
 from qeffect_lm.layers.dropout import host_key

@@ -1,12 +1,17 @@
-"""Capturing a rank's plan: every distinct (kind, chunk, I-slot, W-slot, beta), and the step's end, in one transaction."""
+"""Capturing a rank's plan in one transaction: every distinct (kind, chunk, I-slot, W-slot, beta) and the step's end as graphs
+of their own, or the whole step as one."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from pipeline.actions import Kind
 from pipeline.engine import Captured, Engine
 from pipeline.plan import GraphKey
+from pipeline.step_graph import cut, make
 from qeffect_lm.contract.leases import Slot
 from qeffect_lm.contract.ledger import Scope, Summary
 from qeffect_lm.graphs.backend import Graph, GraphBackend
@@ -17,39 +22,94 @@ WARM_UP = -1  # a microbatch that no plan and no capture uses
 
 
 def capture(engine: Engine, backend: GraphBackend, register: HiddenStateRegister) -> Captured:
-    """Capture all graphs of the engine's rank and install them.
+    """Capture a graph for each action of the engine's rank, and install them.
 
-    Declared state (parameters, gradients, scales, optimizer, generators, the ledger's account) has the same bytes before
-    and after; an exception leaves the engine eager and usable.
+    Declared state (parameters, scales, optimizer, generators, the ledger's account) has the same bytes before and after; an
+    exception leaves the engine eager and usable.
 
     Raises:
         CaptureError: something a graph must not freeze, or an address the register does not know.
     """
     keys = engine.plan.graph_keys(engine.rank)
     captured = Captured(check_addresses=register.check_watched)
-    with engine.ledger.recording(), transaction(register, engine.ledger, copy_guarded=not backend.warms_up):
+    with _preparing(engine, backend, register), engine.ledger.recording():
         engine.ledger.begin_step(-1)
-        try:
-            if backend.warms_up:
+        if backend.warms_up:
+            _warm_up(engine)
+        places = dict.fromkeys((key.chunk, key.i_slot, key.w_slot) for key in keys)
+        for number, place in enumerate(places):
+            betas = sorted({k.beta for k in keys if (k.chunk, k.i_slot, k.w_slot) == place and k.beta is not None})
+            _capture_slot(engine, backend, register, captured, place, betas, -2 - number)
+        _capture_end(engine, backend, register, captured)
+    return _installed(engine, captured)
+
+
+def capture_step(
+    engine: Engine, backend: GraphBackend, register: HiddenStateRegister, *, optimizer: bool = True
+) -> Captured:
+    """Capture the rank's whole step as one graph (:mod:`pipeline.step_graph`), and install it; collective over the pipeline.
+
+    The step runs under the ledger while it is captured: a plan that breaks the contract raises here. ``optimizer`` False leaves
+    the step's end in graphs of its own. Otherwise as :func:`capture`.
+    """
+    captured = Captured(check_addresses=register.check_watched)
+    inside = engine.actions[: cut(engine.actions, optimizer)]
+    ledger = engine.ledger
+    with _preparing(engine, backend, register):
+        if backend.warms_up:
+            with ledger.recording():
+                ledger.begin_step(-1)
                 _warm_up(engine)
-            places = dict.fromkeys((key.chunk, key.i_slot, key.w_slot) for key in keys)
-            for number, place in enumerate(places):
-                betas = sorted({k.beta for k in keys if (k.chunk, k.i_slot, k.w_slot) == place and k.beta is not None})
-                _capture_slot(engine, backend, register, captured, place, betas, -2 - number)
-            for name, work in engine.end_work().items():
+                ledger.abandon_step()
+        engine.summaries = {}
 
-                def end(work=work) -> None:  # noqa: ANN001 (bound now, run at once)
-                    with torch.no_grad():
-                        work()
+        def work() -> None:
+            engine.run_actions(inside)
+            if optimizer:
+                engine.finish()
+            else:
+                engine.settle()
 
-                captured.end[name] = backend.capture(name, end, register=register)
-        finally:
-            for stage in engine.stages.values():
-                for slot in stage.slots:
-                    slot.saved = None
+        with ledger.recording(checked=True), engine.rehearsal(backend.across):
+            graph = backend.capture(f"the step of rank {engine.rank}", work, register=register)
+        captured.step = make(engine, graph, optimizer)
+        if not optimizer:
+            with ledger.recording():
+                _capture_end(engine, backend, register, captured)
+    return _installed(engine, captured)
+
+
+@contextmanager
+def _preparing(engine: Engine, backend: GraphBackend, register: HiddenStateRegister) -> Iterator[None]:
+    """Inside, work runs on real state; afterwards nothing of it is left. Older graphs are given up first: new ones may want
+    their memory."""
+    if engine.captured is not None:
+        engine.captured.release()
+        engine.captured = None
+    try:
+        with transaction(register, engine.ledger, copy_guarded=not backend.warms_up):
+            yield
+    finally:
+        engine.summaries = None
+        for stage in engine.stages.values():
+            for slot in stage.slots:
+                slot.saved = None
+
+
+def _installed(engine: Engine, captured: Captured) -> Captured:
     engine.captured = captured
-    engine.ledger.captured(len(captured.actions) + len(captured.end))
+    engine.ledger.captured(len(captured.graphs()))
     return captured
+
+
+def _capture_end(engine: Engine, backend: GraphBackend, register: HiddenStateRegister, captured: Captured) -> None:
+    for name, work in engine.end_work().items():
+
+        def end(work=work) -> None:  # noqa: ANN001 (bound now, run at once)
+            with torch.no_grad():
+                work()
+
+        captured.end[name] = backend.capture(name, end, register=register)
 
 
 def _warm_up(engine: Engine) -> None:

@@ -18,12 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from pipeline.actions import Action, Kind
+from pipeline.batch import StepBuffers, StepInput
 from pipeline.effects import Effects
+from pipeline.epochs import commits_before, directions_of
 from pipeline.p2p import Pending, Transport
 from pipeline.plan import GraphKey, Plan
 from pipeline.program import COLLECTIVE, COMPUTE
@@ -37,22 +39,11 @@ from qeffect_lm.contract.timeline import Direction
 from qeffect_lm.errors import QEffectError
 from qeffect_lm.fp8.cache import LAYOUTS, WeightCache
 from qeffect_lm.graphs.backend import Graph
-from qeffect_lm.layers.dropout import host_key
 from qeffect_lm.parallel.mesh import Mesh
+from qeffect_lm.runtime.watchdog import CompletionWatchdog
 
-
-class StepInput(Protocol):
-    """One optimizer step of this DP rank: ``inputs``, ``targets`` ``[m, b, s]`` int64, ``loss_mask`` ``[m, b, s]`` float32,
-    and the DP-global number of valid ``tokens``."""
-
-    @property
-    def inputs(self) -> torch.Tensor: ...
-    @property
-    def targets(self) -> torch.Tensor: ...
-    @property
-    def loss_mask(self) -> torch.Tensor: ...
-    @property
-    def tokens(self) -> int: ...
+if TYPE_CHECKING:
+    from pipeline.step_graph import StepGraph
 
 
 class Watch(Protocol):
@@ -62,26 +53,44 @@ class Watch(Protocol):
     def end(self, action: Action) -> None: ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Transfer:
-    """A transfer in flight and the event that says it is done."""
+    """A transfer: what starts it, and in flight its event. A replayed step starts it anew."""
 
-    pending: Pending
-    event: BoundEvent
+    begin: Callable[[], Pending]
+    pending: Pending | None = None
+    event: BoundEvent | None = None
+
+    def start(self) -> None:
+        self.pending = self.begin()
+
+    def wait(self) -> None:
+        assert self.pending is not None
+        self.pending.wait()
 
 
 @dataclass
 class Captured:
-    """The graphs of a rank: one per :class:`GraphKey`, and the step's end by name."""
+    """The graphs of a rank: one per :class:`GraphKey`, and the step's end by name; or ``step``, one graph of them all, beside
+    the end's where the optimizer stays outside of it."""
 
     actions: dict[GraphKey, tuple[Graph, Summary]] = field(default_factory=dict)
     end: dict[str, Graph] = field(default_factory=dict)
     retained: dict[tuple[int, int, int], list[torch.Tensor]] = field(default_factory=dict)  # by (chunk, I-slot, W-slot)
     check_addresses: Callable[[], None] = lambda: None  # raises CaptureError where a graph would read an old storage
+    step: StepGraph | None = None
+
+    def graphs(self) -> list[Graph]:
+        whole = [] if self.step is None else [self.step.graph]
+        return [*whole, *(graph for graph, _ in self.actions.values()), *self.end.values()]
 
     def bytes(self) -> int:
-        graphs = [graph for graph, _ in self.actions.values()] + list(self.end.values())
-        return sum(graph.pool_bytes for graph in graphs)
+        return sum(graph.pool_bytes for graph in self.graphs())
+
+    def release(self) -> None:
+        """Destroy the graphs: before the communicators that they hold, and before others are captured in their place."""
+        for graph in self.graphs():
+            graph.reset()
 
 
 class Engine:
@@ -91,7 +100,7 @@ class Engine:
         plan: validated; its slots decide the storages.
         stages: this rank's chunks by global stage number.
         transport: None where no neighbouring chunk is on another rank.
-        seed, dp_rank: part of every microbatch's random key.
+        inputs: where each step's data is staged.
         compute_stream: names the stream that compute work is launched on, asked at each launch.
     """
 
@@ -104,26 +113,27 @@ class Engine:
         ledger: Ledger,
         cache: WeightCache,
         end: StepEnd,
-        divisor: torch.Tensor,
+        inputs: StepBuffers,
         transport: Transport | None,
-        seed: int,
         poison: bool = False,
         compute_stream: Callable[[], str] = lambda: COMPUTE,
     ) -> None:
         self.plan, self.mesh, self.stages, self.ledger = plan, mesh, dict(stages), ledger
-        self.cache, self.end, self.divisor = cache, end, divisor
-        self._transport, self._seed, self._poison = transport, seed, poison
+        self.cache, self.end, self.inputs, self.divisor = cache, end, inputs, inputs.divisor
+        self._transport, self._poison = transport, poison
         self.compute_stream = compute_stream
-        self.streams = RealStreams(ledger, device=divisor.device, create=True)
+        self.streams = RealStreams(ledger, device=self.divisor.device, create=True)
         self.rank = mesh.coord("pp")
         self.actions = plan.actions[self.rank]
         self._slots = plan.slots[self.rank]
         self._effects = Effects(plan.placement, self.rank, self._slots.i_slots.index, self._slots.w_slots.index)
         self.captured: Captured | None = None
         self.watch: Watch | None = None
+        self.watchdog: CompletionWatchdog | None = None
         self._pending: dict[tuple[str, int, int], _Transfer] = {}  # (RECV_F…, chunk, microbatch), or slot for sends
         self._events: dict[tuple[str, int, int], BoundEvent] = {}
-        self._batch: StepInput | None = None
+        self.across: Callable[[Callable[[], object]], object] = lambda work: work()  # runs what crosses ranks
+        self.summaries: dict[GraphKey, Summary] | None = None  # filled where they are wanted, of what runs eagerly
         self._step = 0
         self._commits = commits_before(self.actions)
         self._commits_of_a_step = {d: sum(d in directions_of(action) for action in self.actions) for d in Direction}
@@ -173,14 +183,13 @@ class Engine:
         try:
             self.ledger.begin_step(step)
             with self.computing():
-                self._batch = on_device(batch, self.divisor.device)
                 self._launch("DIVISOR")
-                self.divisor.fill_(batch.tokens)
-                for action in self.actions:
-                    self._handlers[action.kind](action)
-                self._check_updated()
-                self._refresh()
-                self._settle()
+                self.inputs.load(step, batch)
+                if self.captured is not None and self.captured.step is not None:
+                    self.captured.step.replay(self)
+                else:
+                    self.run_actions(self.actions)
+                    self.finish()
             self.ledger.end_step()
         except BaseException:
             self._abandon(open_amax)
@@ -189,8 +198,30 @@ class Engine:
             elif self._transport is not None:
                 self._broken = f"step {step} failed with messages in flight, which the next step could take for its own"
             raise
-        self._batch = None
         return self.end.result()
+
+    def run_actions(self, actions: Sequence[Action]) -> None:
+        """Run some of the plan's actions, in order."""
+        for action in actions:
+            self._handlers[action.kind](action)
+
+    def finish(self) -> None:
+        """What follows a step's last action."""
+        self.check_updated()
+        self._refresh()
+        self.settle()
+
+    def watch_completion(self) -> None:
+        """Have the watchdog, if there is one, see that what was just launched is done in time."""
+        if self.watchdog is not None:
+            event = torch.cuda.Event()
+            event.record()
+            self.watchdog.watch(event.query, f"the graph of step {self._step}")
+
+    @property
+    def first_epochs(self) -> Mapping[Direction, int]:
+        """The epochs that this step began with."""
+        return self._first_epochs
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -210,8 +241,24 @@ class Engine:
         finally:
             caller.wait_stream(real)
 
+    @contextmanager
+    def rehearsal(self, across: Callable[[Callable[[], object]], object]) -> Iterator[None]:
+        """A step that is captured: begun like any other, and ended by the caller's roll-back. ``across`` runs what crosses
+        ranks."""
+        self._step, self._first_epochs = -1, dict(self.ledger.timeline.epochs)
+        self._first_versions = dict(self.ledger.versions.versions) if self.ledger.checks else {}
+        self.across, before = across, self.across
+        self.ledger.begin_step(-1)
+        try:
+            with self.computing():
+                yield
+        finally:
+            self.across = before
+            self._pending.clear()
+            self._events.clear()
+
     def _abandon(self, open_amax: torch.Tensor) -> None:
-        self._batch = self.watch = None
+        self.watch = None
         if self._transport is None:  # with messages in flight a stream may never be done, and this engine runs no other step
             self.streams.synchronize_all()
         self._pending.clear()
@@ -289,6 +336,8 @@ class Engine:
                 str(action.kind), chunk, microbatch, beta=key.beta, slots=slots, epoch=epoch
             ) as scope:
                 work(scope)
+            if self.summaries is not None:
+                self.summaries[key] = scope.summarise()
         if watch is not None:
             watch.end(action)
 
@@ -299,16 +348,17 @@ class Engine:
 
     def _write_inputs(self, stage: Stage, slot: MicrobatchSlot, microbatch: int) -> None:
         """Key, and where they are needed tokens and targets, into the slot (written, never replaced)."""
-        assert self._batch is not None
         self._launch("INPUT", stage.index, microbatch)
-        context = slot.context
-        context.key.fill_(host_key(self._seed, self._step, microbatch, self.mesh.coord("dp")))
+        context, inputs = slot.context, self.inputs
+        context.key.copy_(inputs.keys[microbatch])
         if stage.first:
-            slot.x.copy_(self._batch.inputs[microbatch])
+            assert inputs.inputs is not None
+            slot.x.copy_(inputs.inputs[microbatch])
         if stage.last:
             assert context.targets is not None and context.loss_mask is not None
-            context.targets.copy_(self._batch.targets[microbatch])
-            context.loss_mask.copy_(self._batch.loss_mask[microbatch])
+            assert inputs.targets is not None and inputs.loss_mask is not None
+            context.targets.copy_(inputs.targets[microbatch])
+            context.loss_mask.copy_(inputs.loss_mask[microbatch])
 
     def _place(self, action: Action) -> tuple[Stage, int, MicrobatchSlot]:
         stage = self.stages[action.key[0]]
@@ -346,9 +396,9 @@ class Engine:
         stream = f"send_{direction}"
         self._edge(self.compute_stream(), stream)  # the producer is done before the send starts
         self._launch(str(action.kind), chunk, microbatch)
-        with self.streams.current(stream):
-            pending = self._transport.send(tensor, peer, direction, chunk, microbatch)
-        self._pending[str(action.kind), chunk, i] = self._in_flight(pending, stream)
+        transport = self._transport
+        transfer = _Transfer(lambda: transport.send(tensor, peer, direction, chunk, microbatch))
+        self._pending[str(action.kind), chunk, i] = self._in_flight(transfer, stream)
 
     def _receive(self, action: Action) -> None:
         chunk, microbatch = action.key
@@ -361,16 +411,18 @@ class Engine:
         stream = f"recv_{direction}"
         self._edge(self.compute_stream(), stream)  # the buffer's last reader is done before it is written
         self._launch(str(action.kind), chunk, microbatch)
-        with self.streams.current(stream):
-            pending = self._transport.receive(tensor, peer, direction, source, microbatch)
-        self._pending[str(action.kind), chunk, microbatch] = self._in_flight(pending, stream)
+        transport = self._transport
+        transfer = _Transfer(lambda: transport.receive(tensor, peer, direction, source, microbatch))
+        self._pending[str(action.kind), chunk, microbatch] = self._in_flight(transfer, stream)
 
-    def _in_flight(self, pending: Pending, stream: str) -> _Transfer:
-        """A transfer just launched, with its own event. On a GPU its stream waits for it; the host does not."""
-        if self.streams.real(stream) is not None:
-            with self.streams.current(stream):
-                pending.wait()
-        return _Transfer(pending, self.streams.record(stream))
+    def _in_flight(self, transfer: _Transfer, stream: str) -> _Transfer:
+        """Start a transfer, with an event of its own. On a GPU its stream waits for it; the host does not."""
+        with self.streams.current(stream):
+            self.across(transfer.start)
+            if self.streams.real(stream) is not None:
+                transfer.wait()
+        transfer.event = self.streams.record(stream)
+        return transfer
 
     def _complete(self, key: tuple[str, int, int]) -> None:
         """Compute waits for one transfer: before it reads what was received, before it writes again what was sent.
@@ -380,10 +432,11 @@ class Engine:
         """
         transfer = self._pending.pop(key, None)
         if transfer is not None:
-            transfer.pending.wait()
+            assert transfer.event is not None
+            self.across(transfer.wait)
             self.streams.wait(self.compute_stream(), transfer.event)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """No transfer outlives its step."""
         for key in list(self._pending):
             self._complete(key)
@@ -416,7 +469,7 @@ class Engine:
     # ---- the step's end ----------------------------------------------------------------------------------------
 
     def _reduce(self, action: Action) -> None:
-        self._settle()
+        self.settle()
         if self.ledger.checks:  # mode off keeps no count of writers
             self.ledger.grads.zero_empty_()
         self._launch("SUM")
@@ -424,8 +477,8 @@ class Engine:
         self._edge(self.compute_stream(), COLLECTIVE)
         self._launch("REDUCE")
         with self.streams.current(COLLECTIVE):
-            self.end.reduce_()
-            self.end.gather_loss_()
+            self.across(self.end.reduce_)
+            self.across(self.end.gather_loss_)
         self._edge(COLLECTIVE, self.compute_stream())
 
     def _optimizer_step(self, action: Action) -> None:
@@ -436,7 +489,7 @@ class Engine:
         self._edge(self.compute_stream(), COLLECTIVE)
         self._launch("GATHER")
         with self.streams.current(COLLECTIVE):
-            self.end.gather_()
+            self.across(self.end.gather_)
         self._edge(COLLECTIVE, self.compute_stream())
         self._launch("STEP")
         self._updating = True
@@ -454,13 +507,13 @@ class Engine:
         self._edge(self.compute_stream(), COLLECTIVE)
         self._launch(f"REDUCE_{action.detail}", *action.key)
         with self.streams.current(COLLECTIVE):
-            self.end.reduce_amax_((direction,))  # replicas share one scale, so they share one roll
+            self.across(lambda: self.end.reduce_amax_((direction,)))  # replicas share one scale, so they share one roll
         self._edge(COLLECTIVE, self.compute_stream())
         self.ledger.commit(epoch, (direction,), str(action))
         self._launch(f"COMMIT_{action.detail}", *action.key)
         self._run_end(f"commit_{direction}", lambda: self.end.commit_direction_(direction))
 
-    def _check_updated(self) -> None:
+    def check_updated(self) -> None:
         """The plan's actions are done: all its commits were made, and STEP wrote every parameter once.
 
         Raises:
@@ -536,48 +589,6 @@ class Engine:
     def _mark(self, what: str, chunk: int, microbatch: int) -> None:
         """Remember an event after the work just launched, for whoever continues on another stream."""
         self._events[what, chunk, microbatch] = self.streams.record(self.compute_stream())
-
-
-@dataclass(frozen=True)
-class _DeviceBatch:
-    inputs: torch.Tensor
-    targets: torch.Tensor
-    loss_mask: torch.Tensor
-    tokens: int
-
-
-def on_device(batch: StepInput, device: torch.device) -> StepInput:
-    """The batch where the pipeline computes: one copy of the whole step, which the host does not wait for."""
-    if device.type == "cpu":
-        return batch
-    inputs, targets, mask = (
-        tensor.pin_memory().to(device, non_blocking=True) for tensor in (batch.inputs, batch.targets, batch.loss_mask)
-    )
-    return _DeviceBatch(inputs, targets, mask, batch.tokens)
-
-
-def directions_of(action: Action) -> tuple[Direction, ...]:
-    """The directions whose scales a COMMIT moves; none for other actions."""
-    if action.kind is not Kind.COMMIT:
-        return ()
-    if action.chunk is None:
-        return tuple(Direction)
-    return (Direction.FORWARD if action.detail == "F" else Direction.BACKWARD,)
-
-
-def commits_before(actions: Sequence[Action]) -> dict[Action, tuple[Direction, int]]:
-    """For each F, I and COMMIT its direction, and how many commits of it the step makes before."""
-    made = dict.fromkeys(Direction, 0)
-    before: dict[Action, tuple[Direction, int]] = {}
-    for action in actions:
-        closes = directions_of(action)
-        reads = {Kind.F: Direction.FORWARD, Kind.I: Direction.BACKWARD, Kind.B: Direction.BACKWARD}.get(action.kind)
-        direction = closes[0] if closes else reads
-        if direction is not None:
-            before[action] = (direction, made[direction])
-        for closed in closes:
-            made[closed] += 1
-    return before
 
 
 def poison_(tensor: torch.Tensor) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.engine import Engine, StepInput, on_device
+from pipeline.batch import StepInput, on_device
+from pipeline.engine import Engine
 from pipeline.p2p import gather_rows
 from pipeline.stage import MicrobatchSlot
 from qeffect_lm.errors import UsageError

@@ -55,6 +55,12 @@ class ModelConfig(Section):
     """the decoder"""
 
     family: str = _key("llama", "Model family, as registered in models/.", on_resume="refuse", min_length=1)
+    backend: Literal["native", "te"] = _key(
+        "native",
+        "Who runs the decoder layers. native: torch and the framework's own kernels. te: Transformer Engine, on a GPU, in "
+        "bfloat16 (docs/transformer-engine.md). Parameters, names and checkpoints are the same.",
+        on_resume="warn",
+    )
     vocab_size: int = _key(
         ..., "Size of the vocabulary; must equal the tokenizer's.", on_resume="refuse", unit="tokens", ge=1
     )
@@ -108,10 +114,10 @@ class ModelConfig(Section):
 class FP8Config(Section):
     """FP8 of the decoder's linear layers (embedding and head never run in FP8)"""
 
-    recipe: Literal["none", "delayed", "current"] = _key(
+    recipe: Literal["none", "delayed", "current", "block"] = _key(
         "none",
         "none: no FP8. delayed: HYBRID (E4M3 forward, E5M2 gradients), scales from an amax history. "
-        "current: HYBRID, scales from each tensor itself.",
+        "current: HYBRID, scales from each tensor itself. block: E4M3, a scale per tile of 128 values (model.backend te only).",
         on_resume="refuse",
     )
     window: Literal["step", "microbatch"] = _key(
@@ -235,15 +241,26 @@ class PipelineConfig(Section):
 
 
 class GraphsConfig(Section):
-    """capture and replay of actions"""
+    """capture and replay"""
 
     backend: Literal["eager", "host_replay", "cuda_graphs"] = _key(
         "eager",
-        "eager: run actions directly. cuda_graphs: capture each action once as a CUDA graph and replay it. host_replay: the "
+        "eager: run actions directly. cuda_graphs: capture them once as CUDA graphs and replay those. host_replay: the "
         "same on a CPU, by replaying recorded operations (for correctness, not speed).",
         on_resume="warn",
     )
-    scope: Literal["action"] = _key("action", "What one graph holds: a single action.", on_resume="warn")
+    scope: Literal["action", "step"] = _key(
+        "action",
+        "What one graph holds. action: one F, I or W of a microbatch slot. step: all of a rank's step, transfers included; it "
+        "needs the least memory and host time.",
+        on_resume="warn",
+    )
+    optimizer: Literal["inside", "outside"] = _key(
+        "inside",
+        "With scope step: whether the step's end (reduction, optimizer, commit, refresh) lies in the same graph, or in "
+        "graphs of its own.",
+        on_resume="warn",
+    )
 
 
 class ContractConfig(Section):

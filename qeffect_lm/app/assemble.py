@@ -15,8 +15,9 @@ import torch
 from models import build_model
 from models.decoder import Decoder
 from models.spec import ParameterSpec
+from pipeline.batch import StepBuffers
 from pipeline.calibrate import calibrate
-from pipeline.capture import capture
+from pipeline.capture import capture, capture_step
 from pipeline.engine import Engine
 from pipeline.evaluate import Evaluator
 from pipeline.fingerprint import document
@@ -36,11 +37,13 @@ from qeffect_lm.contract.versions import WeightVersions
 from qeffect_lm.errors import UsageError
 from qeffect_lm.fp8.cache import WeightCache
 from qeffect_lm.fp8.recipes import CurrentScaling, DelayedScaling, Recipe
+from qeffect_lm.graphs.backend import GraphBackend
 from qeffect_lm.graphs.cuda_graphs import CudaGraphs
 from qeffect_lm.graphs.document import fingerprint
 from qeffect_lm.graphs.host_replay import HostReplay
 from qeffect_lm.graphs.register import HiddenStateRegister, Rule
 from qeffect_lm.kernels.cublaslt import CublasLt
+from qeffect_lm.layers import te
 from qeffect_lm.layers.base import direct_layers, named_parameters
 from qeffect_lm.layers.linear import SplitLinear, bind_products
 from qeffect_lm.optim.adamw import AdamW
@@ -49,6 +52,7 @@ from qeffect_lm.optim.lr import Schedule
 from qeffect_lm.optim.norm import BlockOrder
 from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.runtime.init import initialise_
+from qeffect_lm.runtime.watchdog import CompletionWatchdog
 from qeffect_lm.state import LogicalTensor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -105,17 +109,36 @@ class Assembly:
         self.capture()
 
     def capture(self) -> None:
-        """Capture the plan's graphs where the configuration asks for them."""
-        backend = self.config.graphs.backend
-        if backend == "host_replay":
-            capture(self.engine, HostReplay(), self.register)
-        elif backend == "cuda_graphs":
+        """Capture the plan's graphs where the configuration asks for them; with ``graphs.scope=step`` collective."""
+        graphs = self.config.graphs
+        backend: GraphBackend
+        if graphs.backend == "eager":
+            return
+        if graphs.backend == "host_replay":
+            backend = HostReplay()
+        else:
             stream = self.engine.streams.real(COMPUTE)
             assert stream is not None, "device_of has seen to it"
             for name, tensor in self.cache.scratch().items():
                 if not self.register.knows(tensor):
                     self.register.add(f"cache/{name}", tensor, owner="cache", rule=Rule.CONSTANT)
-            capture(self.engine, CudaGraphs(stream), self.register)
+            backend = CudaGraphs(stream)
+        if graphs.scope == "step":
+            capture_step(self.engine, backend, self.register, optimizer=graphs.optimizer == "inside")
+            others = [rank for rank in range(self.mesh.world) if rank != self.mesh.rank]
+            if others and graphs.backend == "cuda_graphs" and self.engine.watchdog is None:
+                self.engine.watchdog = CompletionWatchdog(self.config.launch.timeout_seconds, others)
+        else:
+            capture(self.engine, backend, self.register)
+
+    def release(self) -> None:
+        """Destroy the captured graphs, before the communicators that they hold are given back."""
+        if self.engine.watchdog is not None:
+            self.engine.watchdog.close()
+            self.engine.watchdog = None
+        if self.engine.captured is not None:
+            self.engine.captured.release()
+            self.engine.captured = None
 
     def graph_document(self) -> list[str]:
         """What a re-capture must reproduce, as lines (:mod:`pipeline.fingerprint`); in eager the plan alone."""
@@ -132,6 +155,8 @@ def make_recipe(config: Config) -> Recipe | None:
     fp8 = config.precision.fp8
     if fp8.recipe == "none":
         return None
+    if fp8.recipe == "block":
+        return te.BlockScaling()
     return CurrentScaling(fp8.margin) if fp8.recipe == "current" else DelayedScaling()
 
 
@@ -183,7 +208,13 @@ def make_timeline(
     fp8 = config.precision.fp8
     roles = [role for layer in layers if layer.recipe is not None for role in layer.recipe.roles(layer.name)]
     timeline = ScaleTimeline(
-        roles, window=fp8.window, history=fp8.history, amax=fp8.amax, margin=fp8.margin, device=device
+        roles,
+        window=fp8.window,
+        history=fp8.history,
+        amax=fp8.amax,
+        margin=fp8.margin,
+        idle_rolls=config.model.backend == "te" and fp8.window == "microbatch",
+        device=device,
     )
     if isinstance(recipe, DelayedScaling):
         recipe.bind(timeline)
@@ -212,6 +243,7 @@ def assemble(
         PlanError: the plan cannot run; names rank, position, action and reason.
     """
     device = device or device_of(config)
+    library = te.load(device, config.precision.fp8.recipe) if config.model.backend == "te" else None
     mesh = mesh or Mesh({"pp": config.parallel.pp, "dp": config.parallel.dp})
     plan = plan or make_plan(config)
     if config.contract.mode != "off":
@@ -231,15 +263,17 @@ def assemble(
 
     linears = [m for chunk in chunks.values() for m in chunk.modules() if isinstance(m, SplitLinear)]
     timeline = make_timeline(config, recipe, linears, device)
-    cache = WeightCache(
-        {m.weight_name: (m.name, m.recipe, _master_of(flat, m.weight_name)) for m in linears if m.recipe is not None}
-    )
+    cache = _weight_cache(flat, linears, library)
     for linear in linears:
         linear.cached = cache.cached.get(linear.weight_name)
     if device.type == "cuda":
-        library = CublasLt(device)
+        products = CublasLt(device)
         for chunk in chunks.values():
-            bind_products(chunk, library)
+            bind_products(chunk, products)
+    hidden: dict[str, torch.Tensor] = {}
+    if library is not None and isinstance(cache, te.TEWeightCache):
+        shape = (config.data.microbatch_size, config.data.seq_len)
+        hidden = te.connect(chunks.values(), library, recipe, timeline, cache, shape)
 
     trace = _trace_writer(config, mesh)
     ledger = Ledger(
@@ -262,6 +296,14 @@ def assemble(
     )
     divisor = torch.ones((), dtype=torch.float64 if dtype is torch.float64 else torch.float32, device=device)
     stages = _stages(config, plan, mesh, chunks, flat, divisor, dtype)
+    inputs = StepBuffers(
+        (plan.microbatches, config.data.microbatch_size, config.data.seq_len),
+        divisor,
+        first=any(stage.first for stage in stages.values()),
+        last=any(stage.last for stage in stages.values()),
+        seed=config.run.seed,
+        dp_rank=mesh.coord("dp"),
+    )
     transport = None
     if plan.num_ranks > 1:
         most = max(plan.microbatches, config.train.eval_microbatches)
@@ -273,14 +315,15 @@ def assemble(
         ledger=ledger,
         cache=cache,
         end=end,
-        divisor=divisor,
+        inputs=inputs,
         transport=transport,
-        seed=config.run.seed,
         poison=config.contract.poison,
     )
     for index, chunk in chunks.items():
         _declare_roles(ledger, index, chunk)
-    register = _register(flat, timeline, cache, optimizer, end, stages, divisor)
+    register = _register(flat, timeline, cache, optimizer, end, stages, inputs)
+    for name, tensor in hidden.items():
+        register.add(f"transformer_engine/{name}", tensor, owner="transformer_engine", rule=Rule.SCRATCH)
     evaluator = Evaluator(engine)
     return Assembly(
         config, mesh, model, plan, engine, evaluator, flat, optimizer, timeline, cache, ledger, register, transport, trace
@@ -313,6 +356,19 @@ def _bind_parameters(chunk: torch.nn.Module, flat: FlatBuffers) -> None:
     for layer in direct_layers(chunk):
         if layer.weight.requires_grad:
             layer.main_grad = flat.grad(layer.weight_name)
+
+
+def _weight_cache(flat: FlatBuffers, linears: list[SplitLinear], library: te.Library | None) -> WeightCache:
+    """One cached form of every FP8 weight: of the master natively, of the compute-dtype parameter by Transformer Engine."""
+    quantised = [(m, m.recipe) for m in linears if m.recipe is not None]
+    if library is None:
+        return WeightCache({m.weight_name: (m.name, recipe, _master_of(flat, m.weight_name)) for m, recipe in quantised})
+    return te.TEWeightCache({m.weight_name: (m.name, recipe, _param_of(flat, m.weight_name)) for m, recipe in quantised})
+
+
+def _param_of(flat: FlatBuffers, name: str):  # noqa: ANN202 (a closure over the live view)
+    parameter = flat.param(name)
+    return lambda: parameter
 
 
 def _master_of(flat: FlatBuffers, name: str):  # noqa: ANN202 (a closure over the live view)
@@ -409,21 +465,22 @@ def _register(
     optimizer: AdamW,
     end: StepEnd,
     stages: dict[int, Stage],
-    divisor: torch.Tensor,
+    inputs: StepBuffers,
 ) -> HiddenStateRegister:
     """Everything a capture may touch, with its owner."""
     register = HiddenStateRegister()
-    register.add("divisor", divisor, owner="engine")
+    register.add("divisor", inputs.divisor, owner="engine")
+    staged = {name: tensor for name, tensor in vars(inputs).items() if isinstance(tensor, torch.Tensor) and name != "divisor"}
+    for name, tensor in staged.items():
+        register.add(f"inputs/{name}", tensor, owner="engine", rule=Rule.SCRATCH)
     trained = dict.fromkeys(("master_buffer", "moment1_buffer", "moment2_buffer"), Rule.GUARDED)
     if flat.separate_params:
         trained["param_buffer"] = Rule.GUARDED
     register.add_object("flat", flat, {**trained, "grad_buffer": Rule.SCRATCH})
     for owner, part in (("timeline", timeline), ("optimizer", optimizer), ("step_end", end)):
         register.add_object(owner, part)
-    for name, cached in cache.cached.items():
-        assert cached.rows is not None and cached.columns is not None
-        for layout, tensor in (("rows", cached.rows), ("columns", cached.columns), ("scale_inv", cached.scale_inv)):
-            register.add(f"cache/{name}/{layout}", tensor, owner="cache", rule=Rule.GUARDED)
+    for name, tensor in cache.tensors():
+        register.add(f"cache/{name}", tensor, owner="cache", rule=Rule.GUARDED)
     for index, stage in stages.items():
         for number, slot in enumerate(stage.slots):
             for name, tensor in slot.tensors().items():

@@ -14,7 +14,7 @@ from functools import reduce
 from checkpoint.comm import Communicator
 from pipeline.auto import SHAPES, Auto, placement_of, solve
 from pipeline.auto_problem import Problem
-from pipeline.engine import StepInput
+from pipeline.batch import StepInput
 from pipeline.plan import Plan
 from pipeline.schedules import Placement
 from pipeline.simulate import simulate

@@ -13,7 +13,7 @@ from statistics import median
 import torch
 
 from pipeline.actions import Kind
-from pipeline.engine import StepInput
+from pipeline.batch import StepInput
 from pipeline.measure import Meter, latency
 from pipeline.p2p import Transport
 from pipeline.rendezvous import Queue
@@ -53,7 +53,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Microbatches:
-    """As :class:`pipeline.engine.StepInput`."""
+    """As :class:`pipeline.batch.StepInput`."""
 
     inputs: torch.Tensor
     targets: torch.Tensor
@@ -117,6 +117,7 @@ def _small(config: Config, kinds: list[bool]) -> Config:
         "chunks": len(kinds) + 2,
         "stage_layers": [0, *[1] * len(kinds), 0],
     }
+    small["graphs"]["scope"] = "action"  # parts are timed one by one
     small["contract"] = {"mode": "off" if config.contract.mode == "off" else "enforce"}
     return Config.from_dict(small)
 

@@ -78,7 +78,13 @@ class Run:
         return timeline.epochs[Direction.FORWARD] if self.config.precision.fp8.recipe == "delayed" else None
 
     def watch(self) -> Callable[[], dict[str, Value]]:
-        """Watch the next step; what it returns measures it against the plan, collective over the pipeline."""
+        """Watch the next step; what it returns measures it against the plan, collective over the pipeline.
+
+        Inside the graph of a whole step nothing can be timed: no measurement then.
+        """
+        captured = self.assembly.engine.captured
+        if captured is not None and captured.step is not None:
+            return dict
         if self.meter is None:
             assembly, seconds = self.assembly, 0.0
             if assembly.transport is not None:
@@ -144,6 +150,7 @@ def train_run(config: Config, env: LaunchEnv, say: Callable[[str], None] = print
         if env.rank == 0:
             stack.enter_context(holding(Path(config.run.dir)))
         run, checkpoint = _set_up(config, env, say)
+        stack.callback(run.assembly.release)  # before the process group is left
         start = run.start
         if checkpoint is not None and run.leads:
             say(f"resumed at {start} from {checkpoint.path}")

@@ -7,7 +7,7 @@ reads it. The optimizer refuses to step until each slot has as many writers as t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,6 +78,17 @@ class GradSlots:
                 self._check(name, beta, before + seen.get(name, 0), microbatch)
                 seen[name] = seen.get(name, 0) + 1
         self._group_writes[names] = written + 1
+
+    def write_counts(self, counts: Mapping[str, int]) -> None:
+        """Account for all writers of a step at once: the first of each name with beta 0.
+
+        Raises:
+            GradSlotError: a name has writers already.
+        """
+        for name, count in counts.items():
+            self._check(name, 0, self._count(name) if name in self.slots else 0, None)
+            self._writes[name] += count
+        self._singles = True
 
     def _learn(self, names: tuple[str, ...]) -> set[tuple[str, ...]] | None:
         """The groups seen so far that share a slot with a new one; None for one that names a slot twice or an unknown one."""

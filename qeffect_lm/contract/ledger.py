@@ -8,7 +8,7 @@ and applies the summary in a few comparisons.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -46,6 +46,23 @@ class Summary:
     grads: tuple[str, ...] = ()
     beta: int | None = None
     empty: tuple[str, ...] = ()  # those of roles that had no work
+
+
+@dataclass(frozen=True)
+class BodySummary:
+    """What F, I, W and the commits between them do together, of all microbatches of a step: a graph of them all.
+
+    Attributes:
+        weights: (parameter, layout) of every cached weight that is read.
+        grads: main gradient → its number of writers.
+        contributors: direction → who reports an amax.
+        commits: direction → commits between the actions (window ``microbatch``).
+    """
+
+    weights: tuple[tuple[str, str], ...]
+    grads: Mapping[str, int]
+    contributors: Mapping[Direction, tuple[Hashable, ...]]
+    commits: Mapping[Direction, int]
 
 
 class _Groups(NamedTuple):
@@ -183,6 +200,11 @@ class Ledger:
     @property
     def checks(self) -> bool:
         return self.mode is not Mode.OFF
+
+    @property
+    def traces(self) -> bool:
+        """Whether every effect goes to a file."""
+        return self._tracer is not None
 
     def switch(self, mode: Mode | str, trace: TraceWriter | None = None) -> None:
         """Change the mode between two steps (to compare what modes cost on the same objects)."""
@@ -344,6 +366,28 @@ class Ledger:
         if self._tracer is not None:
             self._tracer.replayed(summary, chunk, microbatch, bound)
 
+    def replay_body(self, summary: BodySummary) -> None:
+        """Check and apply what a graph of a whole step does up to its reduction, before it is launched.
+
+        Raises:
+            LeaseError: an action runs, or a microbatch is under way.
+            StaleWeightError: a cached weight that the graph reads is not fresh.
+            ScaleOrderError: the window is not new.
+            GradSlotError: a main gradient has been written in this step already.
+        """
+        if not self.checks:
+            for direction, count in summary.commits.items():
+                self.timeline.epochs[direction] += count
+                self.timeline.commits += count
+            return
+        self._refused_by, refused = "a replay", self._refused_by
+        if self._current is not None or self.leases.counts()["groups"]:
+            self._refuse(LeaseError("a step's graph starts while a microbatch of the step is under way", step=self.step))
+        self.versions.require_all(summary.weights, epoch=self.weight_epoch(), reader="the step's graph")
+        self.timeline.replay_body(summary.contributors, summary.commits)
+        self.grads.write_counts(summary.grads)
+        self._refused_by = refused
+
     def _groups_of(self, summary: Summary) -> _Groups:
         """What a summary names, as groups that are compared at once."""
         known = self._replayed.get(id(summary))
@@ -364,9 +408,14 @@ class Ledger:
             self.leases.require(kind, chunk, microbatch, slots)
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """While a graph is captured: scopes record their effects, nothing is checked (a replay will be)."""
-        mode, self.mode = self.mode, Mode.OFF
+    def recording(self, *, checked: bool = False) -> Iterator[None]:
+        """While a graph is captured: scopes record their effects, nothing is checked (a replay will be).
+
+        ``checked`` keeps the checks on, for the graph of a whole step: what is captured is then a step like any other.
+        """
+        mode = self.mode
+        if not checked:
+            self.mode = Mode.OFF
         if self._tracer is not None:
             self._tracer.silent = True
         try:

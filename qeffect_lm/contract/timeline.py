@@ -12,7 +12,7 @@ reports are the host's account of them. An amax slot holds ``EMPTY`` (-1) until 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -59,6 +59,8 @@ class ScaleTimeline:
         history: length of the amax history.
         amax: ``max`` or ``most_recent``.
         margin: power of two by which scales stay below the format's edge.
+        idle_rolls: a slot that nobody reported to rolls a zero, as Transformer Engine's do (its slots start at zero). The weights'
+            slots are such in every microbatch but a step's first.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class ScaleTimeline:
         history: int = 16,
         amax: Literal["max", "most_recent"] | str = "max",
         margin: int = 0,
+        idle_rolls: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
         if window not in WINDOWS:
@@ -78,7 +81,7 @@ class ScaleTimeline:
         if len({role.name for role in roles}) != len(roles):
             raise ValueError("two roles have one name: they would share a scale")
         self.window = window
-        self.amax, self.margin = amax, margin
+        self.amax, self.margin, self.idle_rolls = amax, margin, idle_rolls
         self.roles = sorted(roles, key=lambda role: (role.direction is Direction.BACKWARD, role.name))
         self.index = {role.name: i for i, role in enumerate(self.roles)}
         self._direction = {role.name: role.direction for role in self.roles}
@@ -119,6 +122,8 @@ class ScaleTimeline:
             if rows.start == rows.stop:
                 continue
             amax, history, scale = self.open_amax[rows], self.history[rows], self.scale[rows]
+            if self.idle_rolls:
+                amax.clamp_(min=0.0)  # a NaN stays one
             rolls = torch.isfinite(amax) & (amax >= 0) & ~skip
             if self.window == "microbatch":
                 self.spoilt.add_((~torch.isfinite(amax)).sum())
@@ -266,6 +271,30 @@ class ScaleTimeline:
         self.commits += 1
         if self.window == "step":
             self._window_open = False
+
+    def replay_body(
+        self, contributors: Mapping[Direction, Sequence[Hashable]], commits: Mapping[Direction, int]
+    ) -> None:
+        """Account for all readers of a step at once, and for the commits between them (window ``microbatch``).
+
+        Raises:
+            ScaleOrderError: the step's window is not open, or somebody has contributed to it.
+        """
+        running = [reader.contributor for reader in self._readers.values()]
+        for direction, names in contributors.items():
+            others = [*running, *self._reported[direction].intersection(names)]
+            if direction in self._contributed:
+                others.append(self._contributed[direction])
+            if others or (names and not self._window_open):
+                why = f"{others[0]} has contributed to it" if others else "it was committed already"
+                raise ScaleOrderError(f"a step's graph needs a new window: {why}", epoch=self.epochs[direction])
+        for direction, names in contributors.items():
+            if self.window == "step":
+                self._reported[direction].update(names)
+                if names:
+                    self._contributed[direction] = names[-1]
+            self.epochs[direction] += commits[direction]
+        self.commits += sum(commits.values())
 
     def check_committed(self) -> None:
         """At a step's end: every window that something contributed to was committed.

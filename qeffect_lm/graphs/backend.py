@@ -29,6 +29,10 @@ class Graph(Protocol):
 
     def replay(self) -> None: ...
 
+    def reset(self) -> None:
+        """Destroy the graph and what it made; it replays no more."""
+        ...
+
     def storages(self) -> dict[int, int]:
         """Storages that the graph made (identity → number in the order of making); graphs of the same slot may touch them."""
         ...
@@ -39,6 +43,10 @@ class GraphBackend(Protocol):
 
     name: str
     warms_up: bool  # work must have run eagerly before it is captured
+
+    def across(self, work: Callable[[], object]) -> object:
+        """In a capture: run ``work``, which talks to other ranks, so that a replay does it again."""
+        ...
 
     def capture(
         self,

@@ -74,6 +74,10 @@ class CudaGraphs:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
 
+    def across(self, work: Callable[[], object]) -> object:
+        """NCCL's work is captured like any other."""
+        return work()
+
     def capture(
         self,
         label: str,

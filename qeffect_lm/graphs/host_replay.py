@@ -69,6 +69,7 @@ class _Tape(Recorder):
         super().__init__(label, register, shares)
         self.operations: list[_Operation] = []
         self.made: list[torch.Tensor] = []
+        self.passes = False  # inside of :meth:`across`
 
     def foreign(self, name: str, arguments: tuple[object, ...]) -> None:
         raise CaptureError(
@@ -80,6 +81,21 @@ class _Tape(Recorder):
 
     def keep(self, made: torch.Tensor) -> None:
         self.made.append(made)
+
+    def across(self, work: Callable[[], object]) -> object:
+        """The call itself is what a replay repeats: waiting for a peer is no operation of the dispatcher."""
+        self.lines.append("across ranks")
+        self.operations.append(_Operation(work, (), {}, ()))
+        self.passes = True
+        try:
+            return work()
+        finally:
+            self.passes = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.passes:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def write_down(
         self, func: Any, args: Any, kwargs: dict[str, Any], outputs: tuple[tuple[int, torch.Tensor], ...]
@@ -127,6 +143,9 @@ class HostReplayGraph:
             numbers.setdefault(storage_id(tensor), number)
         return numbers
 
+    def reset(self) -> None:
+        self._operations, self._made = [], []
+
     @torch.no_grad()
     def replay(self) -> None:
         """Run the tape."""
@@ -142,6 +161,12 @@ class HostReplay:
     name = "host_replay"
     warms_up = False
 
+    _tape: _Tape | None = None  # of the capture that runs
+
+    def across(self, work: Callable[[], object]) -> object:
+        """See :class:`~qeffect_lm.graphs.backend.GraphBackend`."""
+        return work() if self._tape is None else self._tape.across(work)
+
     def capture(
         self,
         label: str,
@@ -151,6 +176,10 @@ class HostReplay:
         shares: Iterable[Graph] = (),
     ) -> HostReplayGraph:
         recorder = _Tape(label, register, shares)
-        with HostReads(label), recorder:
-            work()
+        self._tape = recorder
+        try:
+            with HostReads(label), recorder:
+                work()
+        finally:
+            self._tape = None
         return HostReplayGraph(label, recorder.operations, recorder.made, recorder.lines)

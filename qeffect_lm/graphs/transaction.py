@@ -42,8 +42,8 @@ _CHUNK = 1 << 24  # 8-byte words that are summed at once
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """A 0-dim int64 of a tensor's bytes, made where it lives, without a copy of it.
 
-    The 8-byte words are mixed with their positions (multiply and xor-shift, as in splitmix64) and added modulo 2^64. A change of
-    any one word always shows, since mixing loses nothing; any other change but by a chance of 1 in 2^64.
+    The 8-byte words are mixed with their positions (multiply and xor-shift, as in splitmix64) and added modulo 2^64. A change
+    of any one word always shows, since mixing loses nothing; any other change but by a chance of 1 in 2^64.
     """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = data.numel() // 8 * 8

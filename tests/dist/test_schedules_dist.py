@@ -36,13 +36,17 @@ def settings(microbatches: int, **more: Any) -> dict[str, Any]:
 
 
 def cell(name: str, pp: int, microbatches: int, backend: str, **more: Any) -> dict[str, Any]:
-    """The settings of one cell: ``name`` is a schedule, with its chunks per rank after a slash."""
+    """The settings of one cell: ``name`` is a schedule, with its chunks per rank after a slash; ``backend`` may say
+    ``host_replay/step`` (a whole step is one graph) or ``host_replay/body`` (with the optimizer outside)."""
     schedule, _, chunks = name.partition("/")
     number = pp * (int(chunks) if chunks else {"linear": 1}.get(SCHEDULES[schedule].shape, 2))
     layers = [0] * number
     for layer in range(LAYERS):  # uneven; a chunk in the middle stays empty where there are more chunks than layers
         layers[[0, -1, 1, -1, number // 2][layer] % number] += 1
     own = {"pipeline__chunks": int(chunks)} if chunks else {}
+    backend, _, scope = backend.partition("/")
+    if scope:
+        own |= {"graphs__scope": "step", "graphs__optimizer": "inside" if scope == "step" else "outside"}
     own |= {"pipeline__schedule": schedule, "pipeline__stage_layers": layers, "graphs__backend": backend}
     return settings(microbatches, **own, parallel__pp=pp, **more)
 
@@ -88,7 +92,7 @@ def check_threads(chosen: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Ra
     return ranks
 
 
-EXECUTIONS = [(1, "host_replay"), (2, "eager"), (3, "host_replay"), (7, "eager")]
+EXECUTIONS = [(1, "host_replay"), (2, "eager"), (3, "host_replay"), (5, "host_replay/step"), (7, "eager")]
 SOME = [
     ("zb-v", 2, 4, "host_replay"),
     ("zb-v", 3, 2, "eager"),
@@ -96,6 +100,8 @@ SOME = [
     ("interleaved-1f1b/3", 2, 5, "eager"),
     ("interleaved-1f1b/2", 3, 4, "host_replay"),
     ("zb-h2", 3, 1, "eager"),
+    ("zb-v", 2, 3, "host_replay/step"),
+    ("1f1b", 3, 4, "host_replay/body"),
 ]
 
 
@@ -132,6 +138,11 @@ def check_processes(name: str, pp: int, microbatches: int, backend: str) -> None
 def test_a_schedule_over_gloo():
     """Real messages where the previous and the next peer are the same rank, and a rank hands over to itself."""
     check_processes("zb-v", 2, 3, "host_replay")
+
+
+def test_whole_steps_over_gloo():
+    """A replayed step sends and receives anew, and waits where the engine would."""
+    check_processes("zb-h1", 2, 3, "host_replay/step")
 
 
 @pytest.mark.long

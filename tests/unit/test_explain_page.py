@@ -37,7 +37,7 @@ def traces(tmp_path_factory) -> list[Path]:
 
         def forgets(key: tuple[str, int, int]) -> None:
             if key == ("RECV_F", 1, 1):
-                engine._pending.pop(key).pending.wait()
+                engine._pending.pop(key).wait()
             else:
                 complete(key)
 

@@ -144,7 +144,7 @@ def test_a_missing_edge_between_ranks_of_a_pipeline(monkeypatch, capsys, tmp_pat
 
     def forgets(key: tuple[str, int, int]) -> None:
         if key == ("RECV_F", 1, 2):
-            engine._pending.pop(key).pending.wait()
+            engine._pending.pop(key).wait()
         else:
             complete(key)
 

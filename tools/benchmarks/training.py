@@ -81,11 +81,14 @@ def measure(case: Case, presets: Path, steps: int, say: Callable[[str], None]) -
     captured = assembly.engine.captured
     mine = {
         "prepare_s": time.perf_counter() - began,
-        "graphs": 0 if captured is None else len(captured.actions) + len(captured.end),
+        "graphs": 0 if captured is None else len(captured.graphs()),
+        "pool_gib": 0.0 if captured is None else captured.bytes() / 2**30,
         **timed(assembly.engine, inputs, steps, world),
     }
-    bubble = measured_bubble(assembly, inputs)
+    whole = captured is not None and captured.step is not None
+    bubble = {"bubble": None, "bubble_predicted": None} if whole else measured_bubble(assembly, inputs)
     every = comm.broadcast(comm.gather(mine))
+    assembly.release()  # graphs before the communicators that they hold
     if assembly.transport is not None:
         assembly.transport.close()
     slowest = max(row["ms"] for row in every)
@@ -99,7 +102,7 @@ def measure(case: Case, presets: Path, steps: int, say: Callable[[str], None]) -
         "ms": slowest,
         "tokens_per_second": 1e3 * inputs[0].tokens / slowest,
         **{key: max(row[key] for row in every) for key in ("stream_ms", "prepare_s")},
-        **{key: [row[key] for row in every] for key in ("alloc_gib", "reserved_gib", "graphs")},
+        **{key: [row[key] for row in every] for key in ("alloc_gib", "reserved_gib", "pool_gib", "graphs")},
         "losses": mine["losses"],
         **bubble,
     }
@@ -154,14 +157,20 @@ def _meet(world: int) -> None:
         torch.cuda.synchronize()
 
 
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        f"{'case':34} {'ms':>8} {'stream':>8} {'tokens/s':>10} {'GiB':>6} {'graphs':>6} {'bubble':>7} {'predicted':>9} loss"
+        f"{'case':44} {'ms':>8} {'stream':>8} {'tokens/s':>10} {'GiB':>6} {'held':>6} {'graphs':>6} {'bubble':>7} "
+        f"{'predicted':>9} loss"
     ]
     for row in rows:
         lines.append(
-            f"{row['case']:34} {row['ms']:>8.2f} {row['stream_ms']:>8.2f} {row['tokens_per_second']:>10,.0f} "
-            f"{max(row['alloc_gib']):>6.2f} {max(row['graphs']):>6} {row['bubble']:>7.3f} {row['bubble_predicted']:>9.3f} "
+            f"{row['case']:44} {row['ms']:>8.2f} {row['stream_ms']:>8.2f} {row['tokens_per_second']:>10,.0f} "
+            f"{max(row['alloc_gib']):>6.2f} {max(row['reserved_gib']):>6.2f} {max(row['graphs']):>6} "
+            f"{_rate(row['bubble']):>7} {_rate(row['bubble_predicted']):>9} "
             f"{row['losses'][0]:>7.3f}..{row['losses'][-1]:>7.3f}"
         )
     return "\n".join(lines)

@@ -1,0 +1,93 @@
+"""A step's data on the device that computes: staged once a step into storages that never move.
+
+Graphs read tokens, targets and random keys of every microbatch from here, so that a whole step can be one graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from qeffect_lm.errors import UsageError
+from qeffect_lm.layers.dropout import host_key
+
+
+class StepInput(Protocol):
+    """One optimizer step of this DP rank: ``inputs``, ``targets`` ``[m, b, s]`` int64, ``loss_mask`` ``[m, b, s]`` float32,
+    and the DP-global number of valid ``tokens``."""
+
+    @property
+    def inputs(self) -> torch.Tensor: ...
+    @property
+    def targets(self) -> torch.Tensor: ...
+    @property
+    def loss_mask(self) -> torch.Tensor: ...
+    @property
+    def tokens(self) -> int: ...
+
+
+class StepBuffers:
+    """A rank's storages for one step's data.
+
+    Attributes:
+        inputs: ``[m, b, s]`` int64 where the rank holds the first chunk, else None.
+        targets, loss_mask: ``[m, b, s]`` int64 and float32 where it holds the last, else None.
+        keys: ``[m]`` int64, the random key of every microbatch.
+        divisor: 0-dim, the step's number of valid tokens.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int, int], divisor: torch.Tensor, *, first: bool, last: bool, seed: int, dp_rank: int
+    ) -> None:
+        self.divisor, self.shape = divisor, shape
+        self._seed, self._dp_rank = seed, dp_rank
+
+        def made(dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=divisor.device)
+
+        self.keys = torch.zeros(shape[0], dtype=torch.int64, device=divisor.device)
+        self.inputs = made(torch.int64) if first else None
+        self.targets = made(torch.int64) if last else None
+        self.loss_mask = made(torch.float32) if last else None
+
+    def load(self, step: int, batch: StepInput) -> None:
+        """Stage ``batch`` for optimizer step ``step``. On a GPU the host does not wait for the copies.
+
+        Raises:
+            UsageError: microbatches of another number or shape than the buffers'.
+        """
+        if tuple(batch.inputs.shape) != self.shape:
+            raise UsageError(
+                f"a step of {list(batch.inputs.shape)} tokens (microbatches, sequences, length), the plan and its buffers are "
+                f"made for {list(self.shape)}"
+            )
+        keys = [host_key(self._seed, step, microbatch, self._dp_rank) for microbatch in range(self.shape[0])]
+        self._stage(self.keys, torch.tensor(keys, dtype=torch.int64))
+        for mine, given in ((self.inputs, batch.inputs), (self.targets, batch.targets), (self.loss_mask, batch.loss_mask)):
+            if mine is not None:
+                self._stage(mine, given)
+        self.divisor.fill_(batch.tokens)
+
+    @staticmethod
+    def _stage(mine: torch.Tensor, given: torch.Tensor) -> None:
+        mine.copy_(given.pin_memory() if mine.is_cuda and not given.is_cuda else given, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class _DeviceBatch:
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    loss_mask: torch.Tensor
+    tokens: int
+
+
+def on_device(batch: StepInput, device: torch.device) -> StepInput:
+    """A batch of any size where the pipeline computes, for what runs outside a step (calibration, evaluation)."""
+    if device.type == "cpu":
+        return batch
+    inputs, targets, mask = (
+        tensor.pin_memory().to(device, non_blocking=True) for tensor in (batch.inputs, batch.targets, batch.loss_mask)
+    )
+    return _DeviceBatch(inputs, targets, mask, batch.tokens)
