@@ -6,7 +6,7 @@ told by the contract's :class:`~qeffect_lm.contract.versions.WeightVersions`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -95,6 +95,12 @@ class WeightCache:
         """What a captured refresh reads besides weights and scales: on a GPU the tables of the weights' addresses."""
         refresh = self._refresh_of([weight for _, weight in self._on_gpu()])
         return {} if refresh is None else {"refresh_table": refresh.table, "refresh_tiles": refresh.tile_owner}
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """``<param>/<layout>`` and storage of all that is cached."""
+        for name, cached in self.cached.items():
+            assert cached.rows is not None and cached.columns is not None
+            yield from ((f"{name}/rows", cached.rows), (f"{name}/columns", cached.columns), (f"{name}/scale_inv", cached.scale_inv))
 
     def logical_tensors(self) -> list[LogicalTensor]:
         """``cached_weight/<param>`` (as laid out ``[out, in]``) and the inverse scale it was made with."""
