@@ -19,6 +19,7 @@ from qeffect_lm.layers.linear import SplitLinear
 from qeffect_lm.layers.loss import CrossEntropyLoss
 from qeffect_lm.layers.mlp import SwiGLU
 from qeffect_lm.layers.norm import RMSNorm
+from qeffect_lm.layers.te import TEBlock, TELinear
 
 
 class DecoderBlock(Layer):
@@ -58,6 +59,7 @@ class Decoder:
     Attributes:
         recipe: FP8 recipe of the decoder layers' linears (embedding and head stay in ``dtype``); None: no FP8.
         high_precision_first, high_precision_last: that many decoder layers at either end stay out of FP8.
+        backend: who runs the decoder layers, ``native`` or ``te`` (Transformer Engine).
     """
 
     vocab_size: int
@@ -76,6 +78,7 @@ class Decoder:
     recipe: Recipe | None = field(default=None, compare=False)
     high_precision_first: int = 0
     high_precision_last: int = 0
+    backend: str = "native"
 
     # ---- parameters --------------------------------------------------------------------------------------------
 
@@ -125,14 +128,18 @@ class Decoder:
         with torch.device("meta"):
             return self.chunk(index, stage_layers)
 
-    def block(self, i: int) -> DecoderBlock:
+    def block(self, i: int) -> DecoderBlock | TEBlock:
         """Decoder layer ``i``."""
+        block = self._block(i, SplitLinear if self.backend == "native" else TELinear)
+        return block if self.backend == "native" else TEBlock(block)
+
+    def _block(self, i: int, kind: type[SplitLinear]) -> DecoderBlock:
         at = f"layers.{i}"
         in_fp8 = self.high_precision_first <= i < self.num_layers - self.high_precision_last
         recipe = self.recipe if in_fp8 else None
 
         def linear(name: str, inputs: int, outputs: int) -> SplitLinear:
-            return SplitLinear(f"{at}.{name}", inputs, outputs, recipe=recipe, dtype=self.dtype)
+            return kind(f"{at}.{name}", inputs, outputs, recipe=recipe, dtype=self.dtype)
 
         h, heads = self.hidden_size, self.num_heads * self.head_dim
         attention = Attention(

@@ -139,7 +139,7 @@ class Stage:
         """
         assert slot.saved is not None, "F of this slot comes first"
         leaf, out = slot.saved
-        slot.context.scope = scope
+        slot.context.scope, slot.context.again = scope, keep
         source = slot.context.anchor if self.first else leaf
         assert source is not None
         training = slot.context.training

@@ -33,6 +33,7 @@ class LayerContext:
         loss_mask: ``[batch, sequence]`` float32, 0 where a target does not count.
         divisor: 0-dim float, the DP-global number of valid tokens of the step.
         border: the stage's received buffers (input and output gradient), reused before W of the microbatch.
+        again: I of this F will be taken once more (capture does, once per beta), so it must leave what F left.
         anchor: 0-dim float that requires grad; makes autograd reach an embedding, whose input has no gradient.
     """
 
@@ -45,6 +46,7 @@ class LayerContext:
     anchor: torch.Tensor | None = None
     cache: KVCache | None = None
     border: tuple[torch.Tensor, ...] = ()
+    again: bool = False
 
     def owned(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, or a copy if it lies in a border buffer of the stage: those are written again while W still waits."""
