@@ -35,7 +35,10 @@ class DecoderBlock(Layer):
         self.mlp_dropout = KeyedDropout(f"{name}.mlp_dropout", dropout)
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        x = x + self.attention_dropout(self.attention(x, context, self.attention_norm), context)
+        if self.attention_dropout.p == 0:
+            x = self.attention(x, context, self.attention_norm, residual=True)
+        else:
+            x = x + self.attention_dropout(self.attention(x, context, self.attention_norm), context)
         if self.mlp_dropout.p == 0:
             return self.mlp(x, context, self.mlp_norm, residual=True)
         return x + self.mlp_dropout(self.mlp(x, context, self.mlp_norm), context)

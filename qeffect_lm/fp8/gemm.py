@@ -32,20 +32,24 @@ def scaled_mm(
     b_scale_inv: torch.Tensor,
     out_dtype: torch.dtype,
     *,
+    residual: torch.Tensor | None = None,
     library: CublasLt | None = None,
     fast_accumulation: bool = False,
 ) -> torch.Tensor:
     """``(a * a_scale_inv) @ (b * b_scale_inv).T``; FP8 ``a`` ``[m, k]``, ``b`` ``[n, k]`` → ``[m, n]`` in ``out_dtype``.
 
-    ``library``: the device's products, for tensors on a GPU; ``fast_accumulation`` matters there only.
+    ``residual`` ``[m, n]`` in ``out_dtype`` is added to the product before its rounding: one rounding, where a separate
+    addition has two. ``library``: the device's products, for tensors on a GPU; ``fast_accumulation`` matters there only.
     """
     if a.is_cuda:
         out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
         _bound(library).matmul(
-            out, a, b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, fast_accumulation=fast_accumulation
+            out, a, b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, residual=residual, fast_accumulation=fast_accumulation
         )
         return out
     product = torch.mm(dequantise(a, a_scale_inv), dequantise(b, b_scale_inv).t())
+    if residual is not None:
+        product.add_(residual)
     return product if out_dtype is torch.float32 else product.to(out_dtype)
 
 

@@ -61,10 +61,10 @@ class _Operand:
 
 @dataclass
 class _Plan:
-    """One shape's descriptors and configuration; ``layouts`` are those of cuBLAS's A, B and of C = D."""
+    """One shape's descriptors and configuration; ``layouts`` are those of cuBLAS's A, B, C and D."""
 
     desc: ctypes.c_void_p
-    layouts: tuple[ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    layouts: tuple[ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
     algo: _Algo = field(default_factory=_Algo)
 
 
@@ -106,6 +106,7 @@ class CublasLt:
         beta: int = 0,
         a_scale_inv: torch.Tensor | None = None,
         b_scale_inv: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
         fast_accumulation: bool = False,
     ) -> None:
         """``out = beta * out + (a * a_scale_inv) @ (b * b_scale_inv).T``, accumulated in float32, on the current stream.
@@ -115,6 +116,7 @@ class CublasLt:
             a, b: ``[m, k]`` and ``[n, k]``. FP8: both contiguous along k; otherwise along either dimension.
             beta: 0 (what ``out`` held, NaN included, is gone) or 1 (in place).
             a_scale_inv, b_scale_inv: 0-dim float32 on the device, for FP8.
+            residual: ``[m, n]`` in out's dtype, in another storage, added before the one rounding; with beta 0 only.
 
         Raises:
             ValueError: shapes or layouts that the library does not take, with what to change.
@@ -122,16 +124,20 @@ class CublasLt:
         """
         if a.dtype in _FP8 and (a_scale_inv is None or b_scale_inv is None):
             raise ValueError("FP8 operands need their inverse scales")  # else the pointers of an earlier call would serve
-        launched("product", out, a, b, beta, a_scale_inv, b_scale_inv, fast_accumulation)
-        plan = self._plan(out, a, b, fast_accumulation, a_scale_inv, b_scale_inv)
+        if residual is not None and beta:
+            raise ValueError("a product adds to its output or to a residual, not to both")
+        added = out if residual is None else residual
+        factor = _ONE if beta or residual is not None else _ZERO
+        launched("product", out, a, b, beta, a_scale_inv, b_scale_inv, residual, fast_accumulation)
+        plan = self._plan(out, a, b, added, fast_accumulation, a_scale_inv, b_scale_inv)
         stream = torch.cuda.current_stream(self.device)
         workspace = self.workspace(stream)
         self._set_scales(plan, a_scale_inv, b_scale_inv)
-        layout_a, layout_b, layout_d = plan.layouts
+        layout_a, layout_b, layout_c, layout_d = plan.layouts
         self._call(
             "cublasLtMatmul", self._handle, plan.desc, ctypes.byref(_ONE),
             _pointer(b), layout_a, _pointer(a), layout_b,
-            ctypes.byref(_ONE if beta else _ZERO), _pointer(out), layout_d, _pointer(out), layout_d,
+            ctypes.byref(factor), _pointer(added), layout_c, _pointer(out), layout_d,
             ctypes.byref(plan.algo), _pointer(workspace), ctypes.c_size_t(WORKSPACE_BYTES), ctypes.c_void_p(stream.cuda_stream),
         )  # fmt: skip
 
@@ -142,20 +148,21 @@ class CublasLt:
         out: torch.Tensor,
         a: torch.Tensor,
         b: torch.Tensor,
+        added: torch.Tensor,
         fast_accumulation: bool,
         a_scale_inv: torch.Tensor | None,
         b_scale_inv: torch.Tensor | None,
     ) -> _Plan:
         key = (
-            a.shape, b.shape, a.stride(), b.stride(), out.stride(), a.dtype, b.dtype, out.dtype, fast_accumulation,
-            _alignment(a), _alignment(b), _alignment(out),
+            a.shape, b.shape, a.stride(), b.stride(), added.stride(), out.stride(), a.dtype, b.dtype, out.dtype,
+            fast_accumulation, _alignment(a), _alignment(b), _alignment(added), _alignment(out),
         )  # fmt: skip
         plan = self._plans.get(key)
         if plan is None:
-            _check(out, a, b)
+            _check(out, a, b, added)
             self._outside_capture(f"no configuration yet for {list(a.shape)} x {list(b.shape)} in {a.dtype}")
             with torch.cuda.device(self.device):
-                plan = self._new_plan(out, a, b, fast_accumulation, a_scale_inv, b_scale_inv)
+                plan = self._new_plan(out, a, b, added, fast_accumulation, a_scale_inv, b_scale_inv)
             self._plans[key] = plan
         return plan
 
@@ -164,6 +171,7 @@ class CublasLt:
         out: torch.Tensor,
         a: torch.Tensor,
         b: torch.Tensor,
+        added: torch.Tensor,
         fast_accumulation: bool,
         a_scale_inv: torch.Tensor | None,
         b_scale_inv: torch.Tensor | None,
@@ -176,14 +184,14 @@ class CublasLt:
         self._set(desc, _DESC_TRANSB, ctypes.c_int32(second.op))
         if a.dtype in _FP8:
             self._set(desc, _DESC_FAST_ACCUM, ctypes.c_int8(fast_accumulation))
-        result = _Operand(out.dtype, out.shape[1], out.shape[0], out.stride(0), _OP_N)
-        plan = _Plan(desc, (self._layout(first), self._layout(second), self._layout(result)))
+        layouts = [self._layout(operand) for operand in (first, second, _result(added), _result(out))]
+        plan = _Plan(desc, (layouts[0], layouts[1], layouts[2], layouts[3]))
         self._set_scales(plan, a_scale_inv, b_scale_inv)
         preference = ctypes.c_void_p()
         self._call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
         try:
             self._prefer(preference, _PREFERENCE_WORKSPACE, ctypes.c_uint64(WORKSPACE_BYTES))
-            for attribute, tensor in zip(_PREFERENCE_ALIGNMENTS, (b, a, out, out), strict=True):
+            for attribute, tensor in zip(_PREFERENCE_ALIGNMENTS, (b, a, added, out), strict=True):
                 self._prefer(preference, attribute, ctypes.c_uint32(_alignment(tensor)))
             plan.algo = self._first_heuristic(plan, preference, f"{list(a.shape)} x {list(b.shape)}, {a.dtype} x {b.dtype}")
         finally:
@@ -192,9 +200,8 @@ class CublasLt:
 
     def _first_heuristic(self, plan: _Plan, preference: ctypes.c_void_p, what: str) -> _Algo:
         found, count = _Heuristic(), ctypes.c_int()
-        layout_a, layout_b, layout_d = plan.layouts
         self._call(
-            "cublasLtMatmulAlgoGetHeuristic", self._handle, plan.desc, layout_a, layout_b, layout_d, layout_d,
+            "cublasLtMatmulAlgoGetHeuristic", self._handle, plan.desc, *plan.layouts,
             preference, ctypes.c_int(1), ctypes.byref(found), ctypes.byref(count),
         )  # fmt: skip
         if count.value < 1 or found.state:
@@ -269,10 +276,17 @@ def _operand(matrix: torch.Tensor, *, summed_first: bool) -> _Operand:
     return _Operand(matrix.dtype, length, k, matrix.stride(1), _OP_N if summed_first else _OP_T)
 
 
-def _check(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def _result(matrix: torch.Tensor) -> _Operand:
+    """``matrix`` ``[m, n]`` as C or D."""
+    return _Operand(matrix.dtype, matrix.shape[1], matrix.shape[0], matrix.stride(0), _OP_N)
+
+
+def _check(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, added: torch.Tensor) -> None:
     (m, k), (n, other) = a.shape, b.shape
     if k != other or tuple(out.shape) != (m, n) or out.stride(1) != 1:
         raise ValueError(f"{list(a.shape)} x {list(b.shape)} does not give {list(out.shape)} with strides {out.stride()}")
+    if added.shape != out.shape or added.dtype is not out.dtype or added.stride(1) != 1:
+        raise ValueError(f"a residual {added.dtype} {list(added.shape)} is not added to {out.dtype} {list(out.shape)}")
     if a.dtype not in _FP8:
         if 1 not in a.stride() or 1 not in b.stride():
             raise ValueError("an operand must be contiguous along one of its dimensions")

@@ -12,7 +12,7 @@ _BLOCK, _WARPS = 4096, 8
 
 
 @triton.jit
-def _forward_kernel(logits, targets, mask, lse, losses, vocab: tl.constexpr, BLOCK: tl.constexpr):
+def _cross_entropy_kernel(logits, targets, mask, lse, losses, vocab: tl.constexpr, BLOCK: tl.constexpr):
     """One token: logsumexp in one pass (running maximum and rescaled sum), then ``mask * (lse - logit of the target)``."""
     token = tl.program_id(0)
     line = logits + token.to(tl.int64) * vocab
@@ -36,7 +36,7 @@ def _forward_kernel(logits, targets, mask, lse, losses, vocab: tl.constexpr, BLO
 
 
 @triton.jit
-def _backward_kernel(logits, targets, mask, lse, dloss, divisor, grads, vocab, BLOCK: tl.constexpr):
+def _cross_entropy_backward_kernel(logits, targets, mask, lse, dloss, divisor, grads, vocab, BLOCK: tl.constexpr):
     token, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = token.to(tl.int64) * vocab + column
     inside = column < vocab
@@ -52,7 +52,7 @@ def forward(logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> 
     m, vocab = logits.shape
     losses, lse = torch.empty(m, device=logits.device), torch.empty(m, device=logits.device)
     launched("cross_entropy", logits, targets, mask, lse, losses)
-    _forward_kernel[(m,)](logits, targets, mask, lse, losses, vocab, BLOCK=_BLOCK, num_warps=_WARPS)
+    _cross_entropy_kernel[(m,)](logits, targets, mask, lse, losses, vocab, BLOCK=_BLOCK, num_warps=_WARPS)
     return losses, lse
 
 
@@ -68,5 +68,7 @@ def backward_(
     m, vocab = logits.shape
     grid = (m, triton.cdiv(vocab, _BLOCK))
     launched("cross_entropy_backward", logits, targets, mask, lse, dloss, divisor)
-    _backward_kernel[grid](logits, targets, mask, lse, dloss, divisor, logits, vocab, BLOCK=_BLOCK, num_warps=_WARPS)
+    _cross_entropy_backward_kernel[grid](
+        logits, targets, mask, lse, dloss, divisor, logits, vocab, BLOCK=_BLOCK, num_warps=_WARPS
+    )
     return logits

@@ -22,7 +22,7 @@ _COLUMNS = 32  # of one program of the second stage
 
 
 @triton.jit
-def _row_kernel(x, weight, y, rstd, k, eps, FORWARD: tl.constexpr, BLOCK: tl.constexpr):
+def _norm_rows_kernel(x, weight, y, rstd, k, eps, FORWARD: tl.constexpr, BLOCK: tl.constexpr):
     """Statistics of one row; with ``FORWARD`` its output too."""
     at = tl.program_id(0).to(tl.int64) * k + tl.arange(0, BLOCK)
     mask = tl.arange(0, BLOCK) < k
@@ -52,9 +52,9 @@ def _norm_quantise_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _norm_backward_kernel(
     x, weight, rstd, dy, residual, dx, partial, m, k,
-    ROWS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A run of ``ROWS`` consecutive rows: dx of each, and the run's part of the weight's gradient."""
     run = tl.program_id(0)
@@ -69,22 +69,26 @@ def _backward_kernel(
         r = tl.load(rstd + row, mask=row < m, other=0.0)
         normed = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) * r
         grad = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
-        part += grad * normed
+        if WEIGHT:
+            part += grad * normed
         scaled = grad * w
         out = (scaled - normed * (tl.sum(scaled * normed, axis=0) / k)) * r
         if RESIDUAL:
             out += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx + at, out.to(dx.dtype.element_ty), mask=mask)
-    tl.store(partial + run.to(tl.int64) * k + column, part, mask=inside)
+    if WEIGHT:
+        tl.store(partial + run.to(tl.int64) * k + column, part, mask=inside)
 
 
 @triton.jit
-def _sum_runs_kernel(partial, dweight, k, RUNS: tl.constexpr, COLUMNS: tl.constexpr):
+def _norm_dweight_kernel(partial, dweight, k, BETA: tl.constexpr, RUNS: tl.constexpr, COLUMNS: tl.constexpr):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < k
     at = tl.arange(0, RUNS)[:, None] * k + column[None, :]
     total = tl.sum(tl.load(partial + at, mask=mask[None, :], other=0.0), axis=0)
-    tl.store(dweight + column, total.to(dweight.dtype.element_ty), mask=mask)
+    if BETA:
+        total += tl.load(dweight + column, mask=mask, other=0.0)
+    tl.store(dweight + column, total, mask=mask)
 
 
 def _block(k: int) -> dict[str, int]:
@@ -98,7 +102,7 @@ def forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Te
     x = x.contiguous()
     y, rstd = torch.empty_like(x), torch.empty(x.shape[0], device=x.device)
     launched("norm", x, weight, y, rstd, eps)
-    _row_kernel[(x.shape[0],)](x, weight, y, rstd, x.shape[1], eps, FORWARD=True, **_block(x.shape[1]))
+    _norm_rows_kernel[(x.shape[0],)](x, weight, y, rstd, x.shape[1], eps, FORWARD=True, **_block(x.shape[1]))
     return y, rstd
 
 
@@ -106,7 +110,7 @@ def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     """1 / rms of each row of ``x`` ``[m, k]``: float32 ``[m]``."""
     rstd = torch.empty(x.shape[0], device=x.device)
     launched("inverse_rms", x, rstd, eps)
-    _row_kernel[(x.shape[0],)](x, x, x, rstd, x.shape[1], eps, FORWARD=False, **_block(x.shape[1]))
+    _norm_rows_kernel[(x.shape[0],)](x, x, x, rstd, x.shape[1], eps, FORWARD=False, **_block(x.shape[1]))
     return rstd
 
 
@@ -119,19 +123,27 @@ def quantise(x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, outputs:
 
 
 def backward(
-    x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, dy: torch.Tensor, residual: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dx ``[m, k]`` in ``x``'s dtype, dweight ``[k]``); ``residual`` (a gradient of ``x`` from elsewhere) is added to dx.
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    rstd: torch.Tensor,
+    dy: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    dweight: tuple[torch.Tensor, int] | None = None,
+) -> torch.Tensor:
+    """dx ``[m, k]`` in ``x``'s dtype; ``residual`` (a gradient of ``x`` from elsewhere) is added to it before it is rounded.
 
+    ``dweight``: float32 ``[k]`` and its beta: ``beta * out + gradient`` is written there (beta 0: whatever was there is gone).
     Sums are in float32 in a fixed order, without atomics: the same bytes at every run, on any GPU.
     """
     m, k = x.shape
-    dx, dweight = torch.empty_like(x), torch.empty_like(weight)
-    partial = torch.empty(RUNS, k, device=x.device)
-    launched("norm_backward", x, weight, rstd, dy, residual, dx, dweight, partial)
-    _backward_kernel[(RUNS,)](
+    dx = torch.empty_like(x)
+    partial = dx if dweight is None else torch.empty(RUNS, k, device=x.device)
+    out, beta = (None, 0) if dweight is None else dweight
+    launched("norm_backward", x, weight, rstd, dy, residual, dx, partial, out, beta)
+    _norm_backward_kernel[(RUNS,)](
         x, weight, rstd, dy.contiguous(), dx if residual is None else residual.contiguous(), dx, partial,
-        m, k, ROWS=triton.cdiv(m, RUNS), RESIDUAL=residual is not None, **_block(k),
+        m, k, ROWS=triton.cdiv(m, RUNS), RESIDUAL=residual is not None, WEIGHT=out is not None, **_block(k),
     )  # fmt: skip
-    _sum_runs_kernel[(triton.cdiv(k, _COLUMNS),)](partial, dweight, k, RUNS=RUNS, COLUMNS=_COLUMNS)
-    return dx, dweight
+    if out is not None:
+        _norm_dweight_kernel[(triton.cdiv(k, _COLUMNS),)](partial, out, k, BETA=beta, RUNS=RUNS, COLUMNS=_COLUMNS)
+    return dx

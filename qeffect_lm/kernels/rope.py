@@ -2,7 +2,7 @@
 
 ``qkv`` is ``[batch * sequence, kv_heads, group + 2, head_dim]``: per KV head its query heads, then k, then v. The forward
 rotates q and k where they lie. The backward gathers dq, dk and dv from wherever attention left them, rotates back, and writes
-the fused layout: nothing is concatenated or copied.
+the fused layout, in FP8 where the projection takes it so: nothing is concatenated or copied.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
+from qeffect_lm.fp8.quantise import Quantised
 from qeffect_lm.kernels import launched
+from qeffect_lm.kernels.quantise import Outputs
+from qeffect_lm.kernels.tile import SCALARS, TILE_M, emit, store_inverse
 
 
 @triton.jit
@@ -31,7 +34,7 @@ def _tables(cos, sin, position, half, HALF: tl.constexpr):
 
 
 @triton.jit
-def _rotate_kernel(qkv, cos, sin, sequence, kv_heads, group, half, HEADS: tl.constexpr, HALF: tl.constexpr):
+def _rope_kernel(qkv, cos, sin, sequence, kv_heads, group, half, HEADS: tl.constexpr, HALF: tl.constexpr):
     """One token: its q and k heads, numbered without the v heads."""
     token = tl.program_id(0)
     lane, c, s = _tables(cos, sin, token % sequence, half, HALF)
@@ -48,7 +51,7 @@ def _rotate_kernel(qkv, cos, sin, sequence, kv_heads, group, half, HEADS: tl.con
 
 
 @triton.jit
-def _gather_kernel(
+def _rope_backward_kernel(
     dq, dk, dv, cos, sin, out, sequence, kv_heads, group, half,
     q_batch, q_kv, q_head, q_token, k_batch, k_kv, k_token, v_batch, v_kv, v_token,
     HEADS: tl.constexpr, HALF: tl.constexpr,
@@ -74,9 +77,49 @@ def _gather_kernel(
     tl.store(target + half, tl.where(turned, back_second, second).to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit(do_not_specialize_on_alignment=SCALARS)
+def _rope_backward_quantise_kernel(
+    dq, dk, dv, cos, sin, scale, rows, columns, amax, scale_inv, tokens, sequence, kv_heads, group, half,
+    q_batch, q_kv, q_head, q_token, k_batch, k_kv, k_token, v_batch, v_kv, v_token,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, AMAX: tl.constexpr, E5M2: tl.constexpr,
+    TILE_M: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """One head of ``TILE_M`` tokens: rotated back if it is a q or a k, rounded to its dtype, both halves quantised."""
+    head = tl.program_id(0) % (kv_heads * (group + 2))
+    kv, place = (head // (group + 2)).to(tl.int64), head % (group + 2)
+    token = (tl.program_id(0) // (kv_heads * (group + 2))) * TILE_M + tl.arange(0, TILE_M)
+    lane = tl.arange(0, HALF)
+    mask = (token < tokens)[:, None] & (lane < half)[None, :]
+    batch, position = (token // sequence).to(tl.int64), (token % sequence).to(tl.int64)
+    is_q, turned = place < group, place <= group
+    start = tl.where(is_q, dq + kv * q_kv + place * q_head, tl.where(turned, dk + kv * k_kv, dv + kv * v_kv))
+    of_batch = tl.where(is_q, q_batch, tl.where(turned, k_batch, v_batch))
+    of_token = tl.where(is_q, q_token, tl.where(turned, k_token, v_token))
+    source = start + (batch * of_batch + position * of_token)[:, None] + lane[None, :]
+    first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source + half, mask=mask, other=0.0).to(tl.float32)
+    angle = (token % sequence)[:, None] * half + lane[None, :]
+    c = tl.load(cos + angle, mask=mask & turned, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=mask & turned, other=0.0).to(tl.float32)
+    back_first, back_second = _rotated(first, second, c, s, True)
+    first, second = tl.where(turned, back_first, first), tl.where(turned, back_second, second)
+    column, width = head * 2 * half + lane, kv_heads * (group + 2) * 2 * half
+    first, second = first.to(dq.dtype.element_ty).to(tl.float32), second.to(dq.dtype.element_ty).to(tl.float32)
+    emit(first, token, column, mask, scale, rows, columns, amax, tokens, width, ROWS, COLUMNS, AMAX, E5M2)
+    emit(second, token, column + half, mask, scale, rows, columns, amax, tokens, width, ROWS, COLUMNS, AMAX, E5M2)
+    store_inverse(tl.program_id(0), scale, scale_inv)
+
+
 def _shape(heads: int, half: int) -> dict[str, int]:
     blocks = {"HEADS": triton.next_power_of_2(heads), "HALF": triton.next_power_of_2(half)}
     return {**blocks, "num_warps": min(max(blocks["HEADS"] * blocks["HALF"] // 512, 1), 8)}
+
+
+def heads(qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q ``[batch, kv_heads, group, sequence, head_dim]``, k and v ``[batch, kv_heads, sequence, head_dim]``: views of ``qkv``
+    ``[batch, sequence, kv_heads, group + 2, head_dim]``."""
+    turned = qkv.permute(0, 2, 3, 1, 4)
+    return turned[:, :, :-2], turned[:, :, -2], turned[:, :, -1]
 
 
 def rotate_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -86,7 +129,7 @@ def rotate_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """
     batch, sequence, kv_heads, parts, head_dim = qkv.shape
     launched("rope", qkv, cos, sin)
-    _rotate_kernel[(batch * sequence,)](
+    _rope_kernel[(batch * sequence,)](
         qkv, cos, sin, sequence, kv_heads, parts - 2, head_dim // 2, **_shape(kv_heads * (parts - 1), head_dim // 2)
     )
 
@@ -98,12 +141,33 @@ def gather(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, cos: torch.Tens
     any strides.
     """
     batch, kv_heads, group, sequence, head_dim = dq.shape
-    dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
+    dq, dk, dv = _dense_lanes(dq, dk, dv)
     out = torch.empty(batch, sequence, kv_heads, group + 2, head_dim, dtype=dq.dtype, device=dq.device)
     strides = (*dq.stride()[:4], *dk.stride()[:3], *dv.stride()[:3])
     launched("rope_backward", dq, dk, dv, cos, sin, out)
-    _gather_kernel[(batch * sequence,)](
+    _rope_backward_kernel[(batch * sequence,)](
         dq, dk, dv, cos, sin, out, sequence, kv_heads, group, head_dim // 2, *strides,
         **_shape(kv_heads * (group + 2), head_dim // 2),
     )  # fmt: skip
     return out
+
+
+def backward_quantise(
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, outputs: Outputs
+) -> Quantised:
+    """What :func:`gather` makes, as the matrix ``[batch * sequence, kv_heads * (group + 2) * head_dim]``, straight to FP8."""
+    batch, kv_heads, group, sequence, head_dim = dq.shape
+    dq, dk, dv = _dense_lanes(dq, dk, dv)
+    strides = (*dq.stride()[:4], *dk.stride()[:3], *dv.stride()[:3])
+    launched("rope_backward_quantise", dq, dk, dv, cos, sin, *outputs.pointers())
+    switches = {name: value for name, value in outputs.switches().items() if name != "TILE_K"}
+    grid = (triton.cdiv(batch * sequence, TILE_M) * kv_heads * (group + 2),)
+    _rope_backward_quantise_kernel[grid](
+        dq, dk, dv, cos, sin, *outputs.pointers(), batch * sequence, sequence, kv_heads, group, head_dim // 2, *strides,
+        HALF=triton.next_power_of_2(head_dim // 2), **switches,
+    )  # fmt: skip
+    return outputs.quantised()
+
+
+def _dense_lanes(*heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(part if part.stride(-1) == 1 else part.contiguous() for part in heads)

@@ -21,7 +21,7 @@ def _load_pair(x, row, column, mask, f):
 
 
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
-def _forward_kernel(
+def _swiglu_quantise_kernel(
     x, scale, rows, columns, amax, scale_inv, m, f,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, AMAX: tl.constexpr, E5M2: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
@@ -36,7 +36,7 @@ def _forward_kernel(
 
 
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
-def _backward_kernel(
+def _swiglu_backward_kernel(
     x, dy, scale, rows, columns, amax, scale_inv, m, f,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, AMAX: tl.constexpr, E5M2: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
@@ -59,7 +59,7 @@ def quantise(x: torch.Tensor, outputs: Outputs) -> Quantised:
     """``x`` ``[m, 2 f]`` → ``silu(gate) * up`` ``[m, f]``, rounded once to ``x``'s dtype, in FP8."""
     m, f = x.shape[0], x.shape[1] // 2
     launched("swiglu_quantise", x, *outputs.pointers())
-    _forward_kernel[tiles(m, f)](x.contiguous(), *outputs.pointers(), m, f, **outputs.switches())
+    _swiglu_quantise_kernel[tiles(m, f)](x.contiguous(), *outputs.pointers(), m, f, **outputs.switches())
     return outputs.quantised()
 
 
@@ -67,5 +67,5 @@ def backward_quantise(x: torch.Tensor, dy: torch.Tensor, outputs: Outputs) -> Qu
     """The activation's gradient ``dy`` ``[m, f]`` → that of ``x`` ``[m, 2 f]``, rounded to ``x``'s dtype, in FP8."""
     m, f = dy.shape
     launched("swiglu_backward", x, dy, *outputs.pointers())
-    _backward_kernel[tiles(m, f)](x, dy.contiguous(), *outputs.pointers(), m, f, **outputs.switches())
+    _swiglu_backward_kernel[tiles(m, f)](x, dy.contiguous(), *outputs.pointers(), m, f, **outputs.switches())
     return outputs.quantised()

@@ -6,15 +6,11 @@ tensor-parallel slice of heads is a contiguous slice of rows.
 
 from __future__ import annotations
 
-import warnings
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as functional
-from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qeffect_lm import kernels
 from qeffect_lm.layers.base import Layer
@@ -22,6 +18,7 @@ from qeffect_lm.layers.context import LayerContext
 from qeffect_lm.layers.linear import SplitLinear
 from qeffect_lm.layers.norm import RMSNorm
 from qeffect_lm.layers.rope import apply_rope, rope_tables
+from qeffect_lm.layers.sdpa import attend
 
 
 @dataclass
@@ -65,12 +62,24 @@ class Attention(Layer):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def forward(self, x: torch.Tensor, context: LayerContext, norm: RMSNorm | None = None) -> torch.Tensor:
-        """``norm``, if given, comes first."""
-        batch, sequence, _ = x.shape
+    def forward(
+        self, x: torch.Tensor, context: LayerContext, norm: RMSNorm | None = None, *, residual: bool = False
+    ) -> torch.Tensor:
+        """``norm``, if given, comes first; with ``residual`` ``x`` is added to the result."""
         start = 0 if context.cache is None else context.cache.seen
-        if start + sequence > self.cos.shape[0]:
-            raise ValueError(f"{self.name}: position {start + sequence} is past the table of {self.cos.shape[0]}")
+        if start + x.shape[1] > self.cos.shape[0]:
+            raise ValueError(f"{self.name}: position {start + x.shape[1]} is past the table of {self.cos.shape[0]}")
+        if context.cache is None and all(part.fuses(x, context) and part.bias is None for part in (self.qkv, self.out)):
+            from qeffect_lm.layers.fused import FusedAttention
+
+            fused: torch.Tensor = FusedAttention.apply(x, self, norm, context, residual)
+            return fused
+        y = self._separate(x, context, norm, start)
+        return x + y if residual else y
+
+    def _separate(self, x: torch.Tensor, context: LayerContext, norm: RMSNorm | None, start: int) -> torch.Tensor:
+        """Each part a node of its own."""
+        batch, sequence, _ = x.shape
         group = self.heads // self.kv_heads
         fused = self.qkv(x, context, norm).view(batch, sequence, self.kv_heads, group + 2, self.head_dim)
         if kernels.usable(fused) and context.cache is None:
@@ -118,10 +127,9 @@ class _RotatedHeads(torch.autograd.Function):
         from qeffect_lm.kernels import rope
 
         ctx.save_for_backward(cos, sin)
-        heads = fused.detach()
-        rope.rotate_(heads, cos, sin)
-        heads = heads.permute(0, 2, 3, 1, 4)
-        return heads[:, :, :-2], heads[:, :, -2], heads[:, :, -1]
+        turned = fused.detach()
+        rope.rotate_(turned, cos, sin)
+        return rope.heads(turned)
 
     @staticmethod
     def backward(  # type: ignore[override]
@@ -131,24 +139,3 @@ class _RotatedHeads(torch.autograd.Function):
 
         cos, sin = ctx.saved_tensors
         return rope.gather(dq, dk, dv, cos, sin), None, None
-
-
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention of grouped queries; on a GPU by cuDNN where it takes the case, else by whichever kernel torch picks.
-
-    ``q`` ``[batch, kv_heads, group, sequence, head_dim]``, ``k``, ``v`` ``[batch, kv_heads, sequence, head_dim]`` →
-    ``[batch, sequence, kv_heads, group, head_dim]``. Where there is one sequence, each KV head with its queries is an item of
-    the batch: grouped rows then need no copy (their query heads have no common stride). cuDNN's backward is deterministic under
-    ``torch.use_deterministic_algorithms(True)``.
-    """
-    batch, kv_heads, group, sequence, head_dim = q.shape
-    if batch == 1:
-        q, k, v = q[0], k[0][:, None], v[0][:, None]
-    else:
-        q = q.reshape(batch, kv_heads * group, sequence, head_dim)
-    cudnn = q.is_cuda and can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, sequence > 1, group > 1), False)
-    if q.is_cuda and not cudnn:
-        warnings.warn(f"cuDNN does not take this attention (q {list(q.shape)}, {q.dtype}): a slower kernel runs", stacklevel=2)
-    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]) if cudnn else nullcontext():
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=sequence > 1, enable_gqa=group > 1)
-    return y.view(batch, kv_heads, group, sequence, head_dim).permute(0, 3, 1, 2, 4)

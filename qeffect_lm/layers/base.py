@@ -21,7 +21,7 @@ class Layer(nn.Module):
 class DirectGradLayer(Layer):
     """A layer that writes its weight's gradient itself, straight into the main gradient.
 
-    ``weight`` is not an autograd input: linears finish it in W, embeddings in I. ``main_grad`` is the view that
+    ``weight`` is not an autograd input: linears finish it in W, embeddings and norms in I. ``main_grad`` is the view that
     :func:`bind_main_grads` gives it, of the weight's shape.
     """
 
@@ -58,7 +58,7 @@ def direct_layers(module: nn.Module) -> list[DirectGradLayer]:
 
 
 def autograd_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Trainable parameters that autograd differentiates (norm weights, biases, a user's plain layers): finished in I.
+    """Trainable parameters that autograd differentiates (biases, a user's plain layers): finished in I.
 
     Names are logical: ``<layer name>.<attribute>``; inside a plain torch module, its dotted path below the layer.
     """

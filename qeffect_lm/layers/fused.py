@@ -1,8 +1,9 @@
-"""Quantisers that first apply what stands between two linears, and the MLP as one autograd node (GPU kernels only).
+"""Quantisers that first apply what stands between two linears, and attention and MLP as one autograd node each (GPU only).
 
 A quantiser is given to :meth:`~qeffect_lm.layers.linear.SplitLinear.product` or ``input_grad``, which read the scale and report
 the amax of their role as ever: only the kernel differs. What such a kernel hands over is rounded to the layers' dtype first, so
-that the FP8 bytes are those of the separate layers.
+that the FP8 bytes are those of the separate layers. The residual is added inside the last product, before its one rounding, and
+its gradient inside the norm's backward kernel.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qeffect_lm.fp8.quantise import Format, Quantised, quantise
-from qeffect_lm.kernels import norm, swiglu
+from qeffect_lm.fp8.recipes import Quantiser
+from qeffect_lm.kernels import norm, rope, swiglu
 from qeffect_lm.kernels.quantise import Outputs
+from qeffect_lm.layers import sdpa
 from qeffect_lm.layers.context import LayerContext
 
 if TYPE_CHECKING:
+    from qeffect_lm.layers.attention import Attention
     from qeffect_lm.layers.mlp import SwiGLU
     from qeffect_lm.layers.norm import RMSNorm
 
@@ -26,16 +30,16 @@ class NormQuantiser:
 
     rstd: torch.Tensor
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self._weight, self._eps = weight, eps
+    def __init__(self, rms: RMSNorm) -> None:
+        self._rms = rms
 
     def __call__(
         self, x: torch.Tensor, scale: torch.Tensor, fmt: Format, /, *, columns: bool, amax_out: torch.Tensor | None
     ) -> Quantised:
         x = x.contiguous()
-        self.rstd = norm.inverse_rms(x, self._eps)
+        self.rstd = norm.inverse_rms(x, self._rms.eps)
         outputs = Outputs(x.shape, scale, fmt, rows=True, columns=columns, amax_out=amax_out)
-        return norm.quantise(x, self._weight, self.rstd, outputs)
+        return norm.quantise(x, self._rms.weight, self.rstd, outputs)
 
 
 def swiglu_quantiser(
@@ -59,6 +63,44 @@ class SwiGLUBackwardQuantiser:
         return swiglu.backward_quantise(self._x, dy, outputs)
 
 
+class RotaryBackwardQuantiser:
+    """dq, with the dk and dv given here → d(qkv) ``[tokens, qkv features]``, rotated back and quantised."""
+
+    def __init__(self, dk: torch.Tensor, dv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        self._rest = dk, dv, cos, sin
+
+    def __call__(
+        self, dq: torch.Tensor, scale: torch.Tensor, fmt: Format, /, *, columns: bool, amax_out: torch.Tensor | None
+    ) -> Quantised:
+        batch, kv_heads, group, sequence, head_dim = dq.shape
+        shape = batch * sequence, kv_heads * (group + 2) * head_dim
+        outputs = Outputs(shape, scale, fmt, rows=True, columns=columns, amax_out=amax_out)
+        return rope.backward_quantise(dq, *self._rest, outputs)
+
+
+def _first_quantiser(rms: RMSNorm | None) -> Quantiser:
+    return quantise if rms is None else NormQuantiser(rms)
+
+
+def _statistics(quantiser: Quantiser) -> torch.Tensor | None:
+    return quantiser.rstd if isinstance(quantiser, NormQuantiser) else None
+
+
+def _input_grad(
+    rms: RMSNorm | None,
+    x: torch.Tensor,
+    rstd: torch.Tensor | None,
+    dx: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    context: LayerContext,
+) -> torch.Tensor:
+    """The way back through the norm, if there is one, and past the residual."""
+    assert dx is not None
+    if rms is not None and rstd is not None:
+        return rms.input_grad(x, rstd, dx, context, residual)
+    return dx if residual is None else dx + residual
+
+
 class FusedMLP(torch.autograd.Function):
     """``down(swiglu(gate_up(norm(x))))``, with or without norm, with or without ``x +`` before it, as one node.
 
@@ -68,39 +110,60 @@ class FusedMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        mlp: SwiGLU,
-        rms: RMSNorm | None,
-        context: LayerContext,
-        residual: bool,
+        ctx: Any, x: torch.Tensor, mlp: SwiGLU, rms: RMSNorm | None, context: LayerContext, residual: bool
     ) -> torch.Tensor:
-        flat = x.reshape(-1, mlp.gate_up.in_features)
-        rstd = None
-        if weight is None or rms is None:
-            hidden = mlp.gate_up.product(flat, context, quantise)
-        else:
-            quantiser = NormQuantiser(weight, rms.eps)
-            hidden = mlp.gate_up.product(flat, context, quantiser)
-            rstd = quantiser.rstd
-        y = mlp.down.product(hidden, context, swiglu_quantiser)
-        ctx.save_for_backward(flat, weight, rstd, hidden)
-        ctx.mlp, ctx.context, ctx.shape, ctx.residual = mlp, context, x.shape, residual
-        if residual:
-            y.add_(flat)
+        flat = x.reshape(-1, mlp.gate_up.in_features).contiguous()
+        quantiser = _first_quantiser(rms)
+        hidden = mlp.gate_up.product(flat, context, quantiser)
+        y = mlp.down.product(hidden, context, swiglu_quantiser, flat if residual else None)
+        ctx.save_for_backward(flat, _statistics(quantiser), hidden)
+        ctx.mlp, ctx.rms, ctx.context, ctx.shape, ctx.residual = mlp, rms, context, x.shape, residual
         return y.view(*x.shape[:-1], mlp.down.out_features)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        flat, weight, rstd, hidden = ctx.saved_tensors
+        flat, rstd, hidden = ctx.saved_tensors
         mlp, context = ctx.mlp, ctx.context
         dy = dy.reshape(-1, mlp.down.out_features)
         d_act = mlp.down.input_grad(dy, context, True)
-        dx = mlp.gate_up.input_grad(d_act, context, any(ctx.needs_input_grad[:2]), SwiGLUBackwardQuantiser(hidden))
-        dweight = None
-        if rstd is not None and dx is not None:
-            dx, dweight = norm.backward(flat, weight, rstd, dx, dy if ctx.residual else None)
-        elif dx is not None and ctx.residual:
-            dx = dx + dy
-        return (None if dx is None else dx.view(ctx.shape)), dweight, None, None, None, None
+        dx = mlp.gate_up.input_grad(d_act, context, True, SwiGLUBackwardQuantiser(hidden))
+        dx = _input_grad(ctx.rms, flat, rstd, dx, dy if ctx.residual else None, context)
+        return dx.view(ctx.shape), None, None, None, None
+
+
+class FusedAttention(torch.autograd.Function):
+    """``out(attend(rope(qkv(norm(x)))))``, with or without norm, with or without ``x +`` before it, as one node.
+
+    Saves ``x``, the norm's statistics, the projection with q and k rotated where they lie, attention's result and its row
+    statistics; d(qkv) exists in FP8 only. Backward runs I of ``out`` and of ``qkv`` in that order, as two nodes would.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, attention: Attention, rms: RMSNorm | None, context: LayerContext, residual: bool
+    ) -> torch.Tensor:
+        batch, sequence, _ = x.shape
+        flat = x.reshape(-1, attention.qkv.in_features).contiguous()
+        quantiser = _first_quantiser(rms)
+        fused = attention.qkv.product(flat, context, quantiser)
+        fused = fused.view(batch, sequence, attention.kv_heads, attention.heads // attention.kv_heads + 2, attention.head_dim)
+        cos, sin = attention.cos[:sequence], attention.sin[:sequence]
+        rope.rotate_(fused, cos, sin)
+        y, saved = sdpa.forward(*rope.heads(fused))
+        result = attention.out.product(y.reshape(batch * sequence, -1), context, residual=flat if residual else None)
+        ctx.save_for_backward(flat, _statistics(quantiser), fused, y, cos, sin, *saved.tensors)
+        ctx.attention, ctx.rms, ctx.context, ctx.residual = attention, rms, context, residual
+        ctx.shape, ctx.lengths = x.shape, saved.lengths
+        return result.view(*x.shape[:-1], attention.out.out_features)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        flat, rstd, fused, y, cos, sin, *tensors = ctx.saved_tensors
+        attention, context = ctx.attention, ctx.context
+        dy = dy.reshape(-1, attention.out.out_features)
+        d_y = attention.out.input_grad(dy, context, True)
+        saved = sdpa.Saved(tuple(tensors), ctx.lengths)
+        dq, dk, dv = sdpa.backward(d_y.view(y.shape), *rope.heads(fused), y, saved)
+        dx = attention.qkv.input_grad(dq, context, True, RotaryBackwardQuantiser(dk, dv, cos, sin))
+        dx = _input_grad(ctx.rms, flat, rstd, dx, dy if ctx.residual else None, context)
+        return dx.view(ctx.shape), None, None, None, None

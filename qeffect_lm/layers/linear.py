@@ -72,7 +72,7 @@ class SplitLinear(SplitLayer):
         if norm is None:
             y: torch.Tensor = _SplitLinear.apply(x, self, context)
         elif self.fuses(x, context):
-            y = _NormedLinear.apply(x, norm.weight, norm.eps, self, context)
+            y = _NormedLinear.apply(x, norm, self, context)
         else:
             y = _SplitLinear.apply(norm(x, context), self, context)
         return y if self.bias is None else y + self.bias
@@ -84,8 +84,15 @@ class SplitLinear(SplitLayer):
 
     # ---- F -----------------------------------------------------------------------------------------------------
 
-    def product(self, x: torch.Tensor, context: LayerContext, quantiser: Quantiser = quantise) -> torch.Tensor:
-        """F on ``[tokens, in]``: the GEMM, and the lease in TRAIN. ``quantiser`` makes the FP8 input of ``x``."""
+    def product(
+        self,
+        x: torch.Tensor,
+        context: LayerContext,
+        quantiser: Quantiser = quantise,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """F on ``[tokens, in]``: the GEMM, and the lease in TRAIN. ``quantiser`` makes the FP8 input of ``x``; ``residual``
+        ``[tokens, out]`` is added before the rounding of an FP8 product."""
         retains = context.training and self.weight.requires_grad
         if self.recipe is None or context.phase is Phase.CALIBRATE:
             if self.recipe is not None:
@@ -93,7 +100,8 @@ class SplitLinear(SplitLayer):
                 self.recipe.observe(self.name, "weight", self.weight.bfloat16())
             if retains:
                 context.active_scope().retain(self.name, WeightGradOperands(context.owned(x).t()))
-            return torch.mm(x, self.weight.t())
+            y = torch.mm(x, self.weight.t())
+            return y if residual is None else y + residual
         scope = context.scope if context.training else None
         q = self.recipe.operand(self.name, "input", x, scope, columns=retains, quantiser=quantiser)
         weight = self._cached("rows", context)
@@ -102,8 +110,9 @@ class SplitLinear(SplitLayer):
             assert q.columns is not None
             context.active_scope().retain(self.name, WeightGradOperands(q.columns, q.scale_inv))
         return scaled_mm(
-            q.rows, q.scale_inv, weight.rows, weight.scale_inv, x.dtype, library=self.library, fast_accumulation=True
-        )
+            q.rows, q.scale_inv, weight.rows, weight.scale_inv, x.dtype,
+            residual=residual, library=self.library, fast_accumulation=True,
+        )  # fmt: skip
 
     # ---- I -----------------------------------------------------------------------------------------------------
 
@@ -174,29 +183,23 @@ class _NormedLinear(torch.autograd.Function):
     """RMSNorm and the product in one node: the norm's output exists in FP8 only. Saves its input and the norm's statistics."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, layer: SplitLinear, context: LayerContext
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, norm: RMSNorm, layer: SplitLinear, context: LayerContext) -> torch.Tensor:
         from qeffect_lm.layers.fused import NormQuantiser
 
-        quantiser = NormQuantiser(weight, eps)
+        quantiser = NormQuantiser(norm)
         flat = x.reshape(-1, layer.in_features)
         y = layer.product(flat, context, quantiser).view(*x.shape[:-1], layer.out_features)
-        ctx.save_for_backward(flat, weight, quantiser.rstd)
-        ctx.layer, ctx.context, ctx.shape = layer, context, x.shape
+        ctx.save_for_backward(flat, quantiser.rstd)
+        ctx.norm, ctx.layer, ctx.context, ctx.shape = norm, layer, context, x.shape
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:  # type: ignore[override]
-        from qeffect_lm.kernels import norm
-
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:  # type: ignore[override]
         layer: SplitLinear = ctx.layer
-        d_normed = layer.input_grad(dy.reshape(-1, layer.out_features), ctx.context, any(ctx.needs_input_grad[:2]))
-        if d_normed is None:
-            return None, None, None, None, None
-        flat, weight, rstd = ctx.saved_tensors
-        dx, dweight = norm.backward(flat, weight, rstd, d_normed)
-        return dx.view(ctx.shape), dweight, None, None, None
+        d_normed = layer.input_grad(dy.reshape(-1, layer.out_features), ctx.context, True)
+        assert d_normed is not None
+        dx = ctx.norm.input_grad(*ctx.saved_tensors, d_normed, ctx.context)
+        return dx.view(ctx.shape), None, None, None
 
 
 def bind_products(module: nn.Module, library: CublasLt) -> None:

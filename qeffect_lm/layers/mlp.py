@@ -27,7 +27,7 @@ class SwiGLU(Layer):
         if kernels.usable(x) and all(part.fuses(x, context) and part.bias is None for part in (self.gate_up, self.down)):
             from qeffect_lm.layers.fused import FusedMLP
 
-            fused: torch.Tensor = FusedMLP.apply(x, None if norm is None else norm.weight, self, norm, context, residual)
+            fused: torch.Tensor = FusedMLP.apply(x, self, norm, context, residual)
             return fused
         hidden = self.gate_up(x, context) if norm is None else self.gate_up(x, context, norm)
         y = self.down(_SwiGLU.apply(hidden), context)

@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich 2019); its weight is a cheap parameter, finished in I."""
+"""RMSNorm (Zhang and Sennrich 2019); its weight is a cheap parameter, finished in I straight into its main gradient."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import torch
 from torch import nn
 
 from qeffect_lm import kernels
-from qeffect_lm.layers.base import Layer
+from qeffect_lm.layers.base import DirectGradLayer
 from qeffect_lm.layers.context import LayerContext
 
 
-class RMSNorm(Layer):
-    """``x / sqrt(mean(x**2) + eps) * weight`` over the last dimension; statistics in float32 or wider."""
+class RMSNorm(DirectGradLayer):
+    """``x / sqrt(mean(x**2) + eps) * weight`` over the last dimension; statistics in float32 or wider.
+
+    The weight's gradient, a sum over tokens in float32 or wider, is added to the main gradient as it is: no rounding to the
+    weight's dtype stands in between.
+    """
 
     def __init__(self, name: str, size: int, eps: float = 1e-5, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(name)
@@ -22,7 +26,26 @@ class RMSNorm(Layer):
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
         node = _RMSNormKernels if kernels.usable(x) else _RMSNorm
-        return node.apply(x, self.weight, self.eps)
+        return node.apply(x, self, context)
+
+    def grad_place(self, context: LayerContext) -> tuple[torch.Tensor, int] | None:
+        """The main gradient and its beta for the running I, which writes it; None where the weight gets no gradient."""
+        if not context.training or not self.weight.requires_grad:
+            return None
+        return self.grad_view(), context.active_scope().write_grad(self.weight_name)
+
+    def input_grad(
+        self,
+        x: torch.Tensor,
+        rstd: torch.Tensor,
+        dy: torch.Tensor,
+        context: LayerContext,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """I by the kernels, on ``[tokens, size]``: dx, with ``residual`` (a gradient of ``x`` from elsewhere) added to it."""
+        from qeffect_lm.kernels import norm
+
+        return norm.backward(x, self.weight, rstd, dy, residual, self.grad_place(context))
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -31,40 +54,40 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, norm: RMSNorm, context: LayerContext) -> torch.Tensor:
         wide = _wide(x)
-        rstd = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-        ctx.save_for_backward(x, weight, rstd)
-        return (wide * rstd * weight).to(x.dtype)
+        rstd = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + norm.eps)
+        ctx.save_for_backward(x, rstd)
+        ctx.norm, ctx.context = norm, context
+        return (wide * rstd * norm.weight).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:  # type: ignore[override]
-        x, weight, rstd = ctx.saved_tensors
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        x, rstd = ctx.saved_tensors
         normed = _wide(x) * rstd
         wide_dy = _wide(dy)
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            scaled = wide_dy * weight
-            dx = ((scaled - normed * (scaled * normed).mean(dim=-1, keepdim=True)) * rstd).to(x.dtype)
-        if ctx.needs_input_grad[1]:
-            dw = (wide_dy * normed).reshape(-1, x.shape[-1]).sum(dim=0).to(weight.dtype)
-        return dx, dw, None
+        place = ctx.norm.grad_place(ctx.context)
+        if place is not None:
+            out, beta = place
+            dweight = (wide_dy * normed).reshape(-1, x.shape[-1]).sum(dim=0)
+            out.add_(dweight) if beta else out.copy_(dweight)
+        scaled = wide_dy * ctx.norm.weight
+        dx = ((scaled - normed * (scaled * normed).mean(dim=-1, keepdim=True)) * rstd).to(x.dtype)
+        return dx, None, None
 
 
 class _RMSNormKernels(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        from qeffect_lm.kernels import norm
+    def forward(ctx: Any, x: torch.Tensor, norm: RMSNorm, context: LayerContext) -> torch.Tensor:
+        from qeffect_lm.kernels import norm as kernel
 
-        flat = x.reshape(-1, x.shape[-1])
-        y, rstd = norm.forward(flat, weight, eps)
-        ctx.save_for_backward(flat, weight, rstd)
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        y, rstd = kernel.forward(flat, norm.weight, norm.eps)
+        ctx.save_for_backward(flat, rstd)
+        ctx.norm, ctx.context = norm, context
         return y.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
-        from qeffect_lm.kernels import norm
-
-        flat, weight, rstd = ctx.saved_tensors
-        dx, dw = norm.backward(flat, weight, rstd, dy.reshape(-1, dy.shape[-1]))
-        return dx.view_as(dy), dw, None
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        dx = ctx.norm.input_grad(*ctx.saved_tensors, dy.reshape(-1, dy.shape[-1]), ctx.context)
+        return dx.view_as(dy), None, None

@@ -161,5 +161,12 @@ class RowParallelLinear(_ParallelLinear):
     ) -> None:
         super().__init__(name, in_features, out_features, group=group, cut=1, bias=bias, recipe=recipe, dtype=dtype)
 
-    def product(self, x: torch.Tensor, context: LayerContext, quantiser: Quantiser = quantise) -> torch.Tensor:
-        return self._reduced(super().product(x, context, quantiser))
+    def product(
+        self,
+        x: torch.Tensor,
+        context: LayerContext,
+        quantiser: Quantiser = quantise,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        y = self._reduced(super().product(x, context, quantiser))
+        return y if residual is None else y.add_(residual)  # once, not on every rank

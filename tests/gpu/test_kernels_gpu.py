@@ -17,9 +17,11 @@ from tests.unit.layer_harness import random
 
 # The same checks as on CPU, there interpreted, here compiled.
 from tests.unit.test_kernels_fused import (  # noqa: F401
+    test_attention_as_one_node_equals_its_parts,
     test_block_as_the_reference,
     test_evaluation_reads_and_leaves_nothing,
     test_fp8_operands_alone_leave_the_fused_layers,
+    test_residual_inside,
 )
 from tests.unit.test_kernels_layers import (  # noqa: F401
     test_cross_entropy,
@@ -27,6 +29,7 @@ from tests.unit.test_kernels_layers import (  # noqa: F401
     test_norm,
     test_norm_quantised_is_the_norm_then_quantised,
     test_rope,
+    test_rope_backward_quantised_is_the_gather_then_quantised,
     test_swiglu,
     test_swiglu_shows_non_finite_values,
 )
@@ -168,17 +171,22 @@ def test_norm_and_loss_gradients_are_reproducible():
 
     x, dy, weight = on_gpu(2048, 1024, seed=1), on_gpu(2048, 1024, seed=2), on_gpu(1024, seed=3)
     _, rstd = norm.forward(x, weight, 1e-5)
-    first = norm.backward(x, weight, rstd, dy)
+
+    def norm_grads() -> tuple[torch.Tensor, torch.Tensor]:
+        dweight = torch.full((1024,), 0.5, device="cuda")
+        return norm.backward(x, weight, rstd, dy, dy, (dweight, 1)), dweight
+
+    first = norm_grads()
     logits, targets, mask = on_gpu(512, 32000, seed=4), torch.arange(512, device="cuda"), torch.ones(512, device="cuda")
     losses = loss.forward(logits, targets, mask)
     for _ in range(10):
-        assert all(torch.equal(a, b) for a, b in zip(first, norm.backward(x, weight, rstd, dy), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(first, norm_grads(), strict=True))
         assert all(torch.equal(a, b) for a, b in zip(losses, loss.forward(logits, targets, mask), strict=True))
 
 
 def test_capture(library):
-    """F, I and W of a norm and a linear by the kernels, captured once, replayed on three other inputs: eager's bytes. W
-    allocates nothing while it is captured."""
+    """F, I and W of a norm and a linear by the kernels, captured once, replayed on three other inputs: eager's bytes, on the
+    same stream and on another one, twice each. W allocates nothing while it is captured."""
     from qeffect_lm.kernels import norm
     from qeffect_lm.kernels.quantise import Outputs
 
@@ -187,7 +195,7 @@ def test_capture(library):
     scales = [torch.tensor(value, device="cuda") for value in (11.0, 60.0, 500.0)]
     amax = torch.full((3,), -1.0, device="cuda")
     w = quantise(on_gpu(outputs, inputs, seed=4, dtype=torch.float32), scales[1], E4M3, amax_out=amax[1])
-    grad = torch.zeros(outputs, inputs, device="cuda")
+    grad, dweight = torch.zeros(outputs, inputs, device="cuda"), torch.zeros(inputs, device="cuda")
     allocations = []
 
     def work() -> list[torch.Tensor]:
@@ -199,11 +207,11 @@ def test_capture(library):
         qy = quantise(dy, scales[2], E5M2, amax_out=amax[2])
         d = torch.empty(tokens, inputs, dtype=torch.bfloat16, device="cuda")
         library.matmul(d, qy.rows, w.columns, a_scale_inv=qy.scale_inv, b_scale_inv=w.scale_inv)
-        dx, dweight = norm.backward(x, norm_weight, rstd, d)
+        dx = norm.backward(x, norm_weight, rstd, d, None, (dweight, 1))
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         library.matmul(grad, qy.columns, qx.columns, beta=1, a_scale_inv=qy.scale_inv, b_scale_inv=qx.scale_inv)
         allocations.append(torch.cuda.memory_stats()["allocation.all.allocated"] - before)
-        return [y, dx, dweight]
+        return [qx.rows.view(torch.uint8), qx.columns.view(torch.uint8), y, qy.rows.view(torch.uint8), d, dx]
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -214,34 +222,62 @@ def test_capture(library):
     with torch.cuda.graph(graph, stream=stream):
         captured = work()
     assert allocations[-1] == 0
+    names = ["qx rows", "qx columns", "y", "qy rows", "d", "dx", "amax", "grad", "dweight"]
+
+    def replay() -> list[torch.Tensor]:
+        graph.replay()
+        return captured
+
+    def state(run, on: torch.cuda.Stream) -> dict[str, torch.Tensor]:
+        torch.cuda.synchronize()
+        with torch.cuda.stream(on):
+            amax.fill_(-1.0)
+            grad.fill_(0.25)
+            dweight.fill_(-3.0)
+            made = run()
+            torch.cuda.synchronize()
+            return {name: t.clone() for name, t in zip(names, (*made, amax, grad, dweight), strict=True)}
+
+    def differing(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> dict[str, tuple[int, float]]:
+        """How many elements of what differ, and by how much at most."""
+        pairs = {name: (got[name].double(), want[name].double()) for name in names if not torch.equal(got[name], want[name])}
+        return {name: (int((a != b).sum()), (a - b).abs().max().item()) for name, (a, b) in pairs.items()}
+
+    before = None
     for seed in (10, 20, 30):
         x.copy_(on_gpu(tokens, inputs, seed=seed))
         dy.copy_(on_gpu(tokens, outputs, seed=seed + 1))
-        states = []
-        for run in (lambda: captured if graph.replay() is None else [], work):
-            amax.fill_(-1.0)
-            grad.fill_(0.25)
-            made = run()
-            torch.cuda.synchronize()
-            states.append([tensor.clone() for tensor in (*made, amax, grad)])
-        assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
-        assert states[0][-2].min() >= -1 and states[0][0].abs().sum() > 0
+        default = torch.cuda.current_stream()
+        want = state(work, default)
+        runs = {"eager again": (work, default), "eager on the side": (work, stream), "replay": (replay, default)}
+        runs |= {"replay on the side": (replay, stream), "replay again": (replay, default)}
+        found = {name: differing(state(*run), want) for name, run in runs.items()}
+        assert found == dict.fromkeys(found, {})
+        assert want["amax"][0] > 0 and want["amax"][1] == -1 and want["amax"][2] > 0 and want["y"].abs().sum() > 0
+        assert before is None or set(differing(want, before)) == set(names)
+        before = want
 
 
 @pytest.mark.parametrize(("batch", "kv_heads", "group"), [(1, 4, 4), (2, 8, 1), (2, 2, 4)], ids=["one", "all heads", "grouped"])
 def test_attention_runs_on_cudnn_and_repeats(batch, kv_heads, group):
-    """No slower kernel stands in; against float64; the same gradient bytes ten times."""
-    from qeffect_lm.layers.attention import attend
+    """No slower kernel stands in, under autograd and without it; against float64; the same gradient bytes ten times."""
+    from qeffect_lm.kernels import rope
+    from qeffect_lm.layers import sdpa
 
-    fused = on_gpu(batch, 512, kv_heads, group + 2, 64, seed=5).permute(0, 2, 3, 1, 4)
-    q, k, v = (t.detach().requires_grad_() for t in (fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]))
+    fused = on_gpu(batch, 512, kv_heads, group + 2, 64, seed=5)
+    q, k, v = (t.detach().requires_grad_() for t in rope.heads(fused))
     dy = on_gpu(batch, 512, kv_heads, group, 64, seed=6)
     runs = []
     for _ in range(10):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            y = attend(q, k, v)
+            y = sdpa.attend(q, k, v)
+            with torch.no_grad():
+                again, saved = sdpa.forward(q, k, v)
+                back = sdpa.backward(dy, q, k, v, again, saved)
+        assert saved.lengths is not None and torch.equal(y, again)
         runs.append([y, *torch.autograd.grad(y, (q, k, v), dy)])
+        assert all(torch.equal(a, b) for a, b in zip(back, runs[-1][1:], strict=True))
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
     wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
     scores = wide[0] @ wide[1][:, :, None].transpose(-1, -2) / 8

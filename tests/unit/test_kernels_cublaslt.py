@@ -60,7 +60,7 @@ class Library:
         return 0
 
     def cublasLtMatmulAlgoGetHeuristic(self, handle, desc, a, b, c, d, preference, wanted, result, count):
-        assert c is d and wanted.value == 1
+        assert {**self.objects[c.value], "ld": 0} == {**self.objects[d.value], "ld": 0} and wanted.value == 1
         self.heuristics += 1
         result._obj.algo.data[0] = 4711 + self.heuristics
         count._obj.value = self.found
@@ -74,14 +74,15 @@ class Library:
     def cublasLtMatmul(self, handle, desc, alpha, a, la, b, lb, beta, c, lc, d, ld, algo, workspace, size, stream):
         attributes = self.objects[desc.value]
         assert algo._obj.data[0] > 4711 and workspace.value and size.value == cublaslt.WORKSPACE_BYTES and stream.value == 7
-        assert c.value == d.value and lc is ld
+        assert c.value == d.value or beta._obj.value, "what beta 0 does not read may not lie elsewhere"
         left = self._read(a, la, attributes[3], attributes.get(17))
         right = self._read(b, lb, attributes[4], attributes.get(18))
         layout = self.objects[ld.value]
         out = _memory(d, layout, layout["ld"] * (layout["cols"] - 1) + layout["rows"])
         out = out.as_strided((layout["rows"], layout["cols"]), (1, layout["ld"]))
+        added = self._read(c, lc, 0, None)
         product = left @ right
-        out.copy_(alpha._obj.value * product + (out if beta._obj.value else 0))
+        out.copy_(alpha._obj.value * product + (added if beta._obj.value else 0))
         self.launches += 1
         self.fast = attributes.get(25)
         return 0
@@ -158,6 +159,18 @@ def test_beta_and_place(products):
     assert (flat[0] == 7).all() and (flat[2] == 7).all()
 
 
+def test_residual(products):
+    """Added before the one rounding, from a storage of its own, which keeps its bytes; with other strides too."""
+    a, a_inv, b, b_inv = operands(16, 48, 32)
+    for residual in (random(16, 48, seed=3, dtype=torch.bfloat16), random(16, 64, seed=4, dtype=torch.bfloat16)[:, :48]):
+        before, out = residual.clone(), torch.full((16, 48), torch.nan, dtype=torch.bfloat16)
+        products.matmul(out, a, b, a_scale_inv=a_inv, b_scale_inv=b_inv, residual=residual)
+        want = scaled_mm(a, a_inv, b, b_inv, torch.bfloat16, residual=residual)
+        exact = dequantise(a, a_inv).double() @ dequantise(b, b_inv).double().t() + residual.double()
+        torch.testing.assert_close(out, want, rtol=2**-7, atol=1e-5)
+        assert ((want.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all() and torch.equal(residual, before)
+
+
 def test_alignments_are_told(products, library):
     """The library assumes 256 bytes unless told: b, a and out as they lie, and another configuration for another alignment."""
     storage = torch.zeros(4096, dtype=torch.bfloat16)
@@ -219,6 +232,10 @@ def test_what_it_refuses(products, library):
     products.matmul(out, a, b, **scales)
     with pytest.raises(ValueError, match="inverse scales"):
         products.matmul(out, a, b, a_scale_inv=a_inv)
+    with pytest.raises(ValueError, match="not to both"):
+        products.matmul(out, a, b, beta=1, residual=torch.zeros(16, 32), **scales)
+    with pytest.raises(ValueError, match=r"a residual torch.float32 \[16, 16\] is not added to torch.float32 \[16, 32\]"):
+        products.matmul(out, a, b, residual=torch.zeros(16, 16), **scales)
     with pytest.raises(ValueError, match="contiguous along the summed"):
         products.matmul(torch.zeros(48, 48), a.t(), a.t(), **scales)
     with pytest.raises(ValueError, match="multiples of 16, not a sum over 24 into 32"):

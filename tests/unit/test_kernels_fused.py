@@ -8,7 +8,8 @@ import torch
 from models.decoder import Decoder, DecoderBlock
 from qeffect_lm.contract.ledger import Scope
 from qeffect_lm.fp8.recipes import CurrentScaling, DelayedScaling
-from qeffect_lm.layers.context import Phase
+from qeffect_lm.layers.base import Layer
+from qeffect_lm.layers.context import LayerContext, Phase
 from tests.unit.interpreted import DEVICE, kernels_run, reference  # noqa: F401
 from tests.unit.layer_harness import Harness, Microbatch, random
 
@@ -21,7 +22,11 @@ def harness_of(recipe=None, *, dtype: torch.dtype = torch.bfloat16, kv_heads: in
         vocab_size=8, hidden_size=HIDDEN, num_layers=1, num_heads=4, num_kv_heads=kv_heads, head_dim=16, ffn_size=48,
         max_positions=TOKENS, dtype=dtype, recipe=recipe,
     )  # fmt: skip
-    harness = Harness(decoder.block(0).to(DEVICE))
+    return harness_for(decoder.block(0).to(DEVICE))
+
+
+def harness_for(module: torch.nn.Module) -> Harness:
+    harness = Harness(module)
     if DEVICE == "cuda":
         from qeffect_lm.kernels.cublaslt import CublasLt
         from qeffect_lm.layers.linear import bind_products
@@ -104,15 +109,63 @@ def test_block_as_the_reference(batch, kv_heads, monkeypatch):
     torch.testing.assert_close(ours.timeline.open_amax, theirs.timeline.open_amax, rtol=0.1, atol=0)
 
 
+class Half(Layer):
+    """One half of a block, with its norm; attention also as parts that are nodes of their own."""
+
+    def __init__(self, block: DecoderBlock, which: str, *, fused: bool = True, residual: bool = False) -> None:
+        super().__init__("")
+        self.norm, self.layer = (getattr(block, name) for name in (f"{which}_norm", which))
+        self.fused, self.residual = fused, residual
+
+    def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        if self.fused:
+            return self.layer(x, context, self.norm, residual=self.residual)
+        return self.layer._separate(x, context, self.norm, 0)
+
+
+def run_half(which: str, batch: int, kv_heads: int, **how: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], list]:
+    """Outputs and dX of two microbatches; amax and gradients; the data."""
+    harness = harness_for(Half(harness_of(DelayedScaling(), kv_heads=kv_heads).module, which, **how))
+    data = batches(batch=batch)
+    calibrate(harness, data[:1])
+    microbatches = [harness.microbatch(n, x, dy) for n, (x, dy) in enumerate(data)]
+    harness.run(microbatches)
+    left = [harness.timeline.open_amax, *harness.grads.values()]
+    return [tensor for m in microbatches for tensor in (m.out, m.dx)], left, data
+
+
+@pytest.mark.parametrize(("batch", "kv_heads"), [(1, 2), (1, 4), (2, 4)], ids=["one sequence", "one, all heads", "all heads"])
+def test_attention_as_one_node_equals_its_parts(batch, kv_heads):
+    """Bytes of outputs, dX, every gradient and every amax."""
+    results = [run_half("attention", batch, kv_heads, fused=fused) for fused in (True, False)]
+    for got, want in zip(*([*ends, *left] for ends, left, _ in results), strict=True):
+        assert got.abs().max() > 0 and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("which", ["attention", "mlp"])
+def test_residual_inside(which):
+    """The residual changes no amax and no gradient of a weight; outputs and dX are the sums, rounded once: within half a step
+    of the sum and half a step of what is not rounded before."""
+    (alone, left, data), (ends, left_too, _) = (run_half(which, 2, 2, residual=residual) for residual in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(left, left_too, strict=True))
+    residuals = [tensor.double() for pair in data for tensor in pair]
+    for got, part, residual in zip(ends, alone, residuals, strict=True):
+        want = part.double() + residual
+        bound = 2.0**-8 * (want.abs() * (1 + 2.0**-8) + part.double().abs()) * (1 + 2.0**-12)
+        assert ((got.double() - want).abs() <= bound).all() and part.abs().max() > 0
+
+
 def test_fp8_operands_alone_leave_the_fused_layers(monkeypatch):
     """Under delayed scaling no bfloat16 copy of a norm's or an activation's output is made; under current scaling it must be,
     and the numbers are those of the separate layers."""
     from qeffect_lm.layers import fused, norm
 
     made = []
-    monkeypatch.setattr(fused.FusedMLP, "forward", staticmethod(_noting(made, "mlp", fused.FusedMLP.forward)))
+    for name, node in (("attention", fused.FusedAttention), ("mlp", fused.FusedMLP)):
+        monkeypatch.setattr(node, "forward", staticmethod(_noting(made, name, node.forward)))
     monkeypatch.setattr(norm._RMSNormKernels, "forward", staticmethod(_noting(made, "norm", norm._RMSNormKernels.forward)))
-    for recipe, want in ((DelayedScaling(), ["mlp"]), (CurrentScaling(), ["norm", "norm"]), (None, ["norm", "norm"])):
+    two = ["norm", "norm"]
+    for recipe, want in ((DelayedScaling(), ["attention", "mlp"]), (CurrentScaling(), two), (None, two)):
         made.clear()
         harness = harness_of(recipe)
         harness.refresh()

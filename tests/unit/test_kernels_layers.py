@@ -56,7 +56,12 @@ def test_norm(dtype, shape, residual, seed):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(norm, "RUNS", 8)  # runs of several rows, as in training, and programs without a row
-        dx, dweight = norm.backward(x, weight, rstd, dy, extra if residual else None)
+        dweight = torch.full((k,), math.nan, device=DEVICE)
+        dx = norm.backward(x, weight, rstd, dy, extra if residual else None, (dweight, 0))
+        twice = dweight.clone()
+        assert torch.equal(dx, norm.backward(x, weight, rstd, dy, extra if residual else None, (twice, 1)))
+        assert torch.equal(twice, 2 * dweight)
+        assert torch.equal(dx, norm.backward(x, weight, rstd, dy, extra if residual else None))
     want_dx, want_dw = torch.autograd.grad((want * dy.double()).sum(), (wide_x, wide_w))
     normed = (wide_x * rstd.double()[:, None]).detach().abs()
     terms = (dy.double() * weight.double()).abs()
@@ -172,6 +177,25 @@ def test_rope(dtype, batch, sequence, kv_heads, group, half, seed):
     back = apply_rope(turned, cos.double(), -sin.double())
     within(got.permute(0, 2, 3, 1, 4)[:, :, : group + 1], back, turned.abs().max(), 3)
     assert torch.equal(got.permute(0, 2, 3, 1, 4)[:, :, -1], dv)
+
+
+@pytest.mark.parametrize(
+    ("batch", "sequence", "kv_heads", "group", "half"), [(1, 70, 2, 1, 16), (2, 9, 1, 3, 6), (3, 32, 2, 2, 4)]
+)
+def test_rope_backward_quantised_is_the_gather_then_quantised(batch, sequence, kv_heads, group, half):
+    """Equal bytes and equal amax, from any strides."""
+    from qeffect_lm.kernels import rope
+    from qeffect_lm.kernels.quantise import Outputs
+
+    cos, sin = (table.to(DEVICE) for table in rope_tables(sequence, 2 * half, 100.0, torch.bfloat16))
+    dq = random(batch, kv_heads, group, sequence, 2 * half, seed=1, dtype=torch.bfloat16).to(DEVICE)
+    dk = random(sequence, kv_heads, batch, 2 * half, seed=2, dtype=torch.bfloat16).to(DEVICE).permute(2, 1, 0, 3)
+    dv = random(batch, 2 * half, kv_heads, sequence, seed=3, dtype=torch.bfloat16).to(DEVICE).permute(0, 2, 3, 1)
+    matrix = rope.gather(dq, dk, dv, cos, sin).view(batch * sequence, -1)
+    slots = scalar(-1.0), scalar(-1.0)
+    outputs = Outputs(matrix.shape, scalar(900.0), E5M2, rows=True, columns=True, amax_out=slots[0])
+    same(rope.backward_quantise(dq, dk, dv, cos, sin, outputs), quantise(matrix, scalar(900.0), E5M2, amax_out=slots[1]))
+    assert slots[0].item() == slots[1].item() == matrix.float().abs().max().item()
 
 
 @DTYPE

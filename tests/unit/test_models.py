@@ -65,9 +65,9 @@ def test_specs_equal_what_chunks_hold(counts):
         for layer in layer_range(i, counts):
             wanted = [spec.name for spec in model.parameters([layer])]
             assert wanted == [n for n, _ in named_parameters(chunk) if n.startswith(f"layers.{layer}.")]
-        names = [layer.weight_name for layer in direct_layers(chunk)]
-        assert set(names) == {n for n, p in named_parameters(chunk) if p.dim() == 2}
-        assert len(split_layers(chunk)) == len(names) - (i == 0)
+        assert {layer.weight_name for layer in direct_layers(chunk)} == {n for n, _ in named_parameters(chunk)}
+        matrices = [n for n, p in named_parameters(chunk) if p.dim() == 2]
+        assert len(split_layers(chunk)) == len(matrices) - (i == 0)
 
 
 @given(counts=st.lists(st.integers(0, 6), min_size=1, max_size=6))

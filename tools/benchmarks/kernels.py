@@ -174,9 +174,9 @@ def elementwise(bench: Bench) -> None:
     cos, sin = torch.rand(m, HEAD_DIM // 2, device="cuda"), torch.rand(m, HEAD_DIM // 2, device="cuda")
 
     def norm_back() -> Callable[[], object]:
-        x, dy = new(m, h), new(m, h)
+        x, dy, residual, dweight = new(m, h), new(m, h), new(m, h), torch.zeros(h, device="cuda")
         rstd = norm.inverse_rms(x, 1e-5)
-        return lambda: norm.backward(x, weight, rstd, dy)
+        return lambda: norm.backward(x, weight, rstd, dy, residual, (dweight, 1))
 
     def rotate() -> Callable[[], object]:
         qkv = new(1, m, heads, 3, HEAD_DIM)
@@ -185,6 +185,11 @@ def elementwise(bench: Bench) -> None:
     def gather() -> Callable[[], object]:
         dq, dk, dv = (new(1, m, heads, HEAD_DIM).transpose(1, 2) for _ in range(3))
         return lambda: rope.gather(dq[:, :, None], dk, dv, cos, sin)
+
+    def gather_quantise() -> Callable[[], object]:
+        dq, dk, dv = (new(1, m, heads, HEAD_DIM).transpose(1, 2) for _ in range(3))
+        places = outputs(m, 3 * h, E5M2)
+        return lambda: rope.backward_quantise(dq[:, :, None], dk, dv, cos, sin, places)
 
     targets, mask = torch.randint(0, VOCAB, (m,), device="cuda"), torch.ones(m, device="cuda")
 
@@ -198,9 +203,10 @@ def elementwise(bench: Bench) -> None:
         one = scalar(1.0)
         return lambda: loss.backward_(logits, targets, mask, lse, one, one)
 
-    bench.moved("norm back", 6 * m * h, norm_back)
+    bench.moved("norm back, residual", 8 * m * h, norm_back)
     bench.moved("rotary, in place", 8 * m * h, rotate)
     bench.moved("rotary back, fused", 12 * m * h, gather)
+    bench.moved("rotary back + quantise", 12 * m * h, gather_quantise)
     if bench.hidden == HIDDEN[0]:
         bench.moved(f"cross-entropy, {VOCAB}", 2 * m * VOCAB, loss_forward)
         bench.moved(f"cross-entropy back, {VOCAB}", 4 * m * VOCAB, loss_backward)

@@ -1,0 +1,104 @@
+"""Causal attention of grouped queries through torch's ``scaled_dot_product_attention``: by cuDNN where it takes the case.
+
+Everywhere ``q`` is ``[batch, kv_heads, group, sequence, head_dim]``, ``k`` and ``v`` are ``[batch, kv_heads, sequence,
+head_dim]`` and the result is ``[batch, sequence, kv_heads, group, head_dim]``, of any strides. Where there is one sequence,
+each KV head with its queries is an item of the batch: grouped rows then need no copy (their query heads have no common stride).
+cuDNN's backward is deterministic under ``torch.use_deterministic_algorithms(True)``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as functional
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+_Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the backward of :func:`forward` needs besides q, k, v and the result; empty where it computes the forward again."""
+
+    tensors: tuple[torch.Tensor | None, ...] = ()
+    lengths: tuple[int, int] | None = None
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attention that autograd differentiates."""
+    return _result(q, _attend(*_operands(q, k, v)))
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Saved]:
+    """As :func:`attend`, for a caller that is an autograd node itself."""
+    heads = _operands(q, k, v)
+    if not _by_cudnn(*heads):
+        return _result(q, _attend(*heads)), Saved()
+    made = torch.ops.aten._scaled_dot_product_cudnn_attention(*heads, None, True, 0.0, _causal(heads[0]), False)
+    y, lse, cumulative_q, cumulative_k, longest_q, longest_k, seed, offset, _ = made
+    return _result(q, y), Saved((lse, seed, offset, cumulative_q, cumulative_k), (longest_q, longest_k))
+
+
+def backward(
+    dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, y: torch.Tensor, saved: Saved
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v in their shapes, of any strides; ``y`` and ``saved`` are what :func:`forward` gave."""
+    heads = _operands(q, k, v)
+    wanted = _as_operand(dy)
+    if saved.lengths is None:
+        leaves = [part.detach().requires_grad_() for part in heads]
+        with torch.enable_grad():
+            again = _attend(leaves[0], leaves[1], leaves[2])
+        dq, dk, dv = torch.autograd.grad(again, leaves, wanted)
+    else:
+        lse, seed, offset, cumulative_q, cumulative_k = saved.tensors
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            wanted, *heads, _as_operand(y), lse, seed, offset, None, cumulative_q, cumulative_k, *saved.lengths,
+            0.0, _causal(heads[0]),
+        )  # fmt: skip
+    if q.shape[0] == 1:
+        return dq[None], dk.transpose(0, 1), dv.transpose(0, 1)
+    return dq.unflatten(1, q.shape[1:3]), dk, dv
+
+
+def _operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Heads:
+    """torch's ``[batch, heads, sequence, head_dim]``. No select: its gradient would be a zeroed copy."""
+    batch, kv_heads, group, sequence, head_dim = q.shape
+    if batch == 1:
+        return q.squeeze(0), k.transpose(0, 1), v.transpose(0, 1)
+    return q.reshape(batch, kv_heads * group, sequence, head_dim), k, v
+
+
+def _as_operand(y: torch.Tensor) -> torch.Tensor:
+    """A result (or its gradient) as torch's ``[batch, heads, sequence, head_dim]``."""
+    heads = y.permute(0, 2, 3, 1, 4)
+    return heads.squeeze(0) if y.shape[0] == 1 else heads.flatten(1, 2)
+
+
+def _result(q: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return y.view(q.shape).permute(0, 3, 1, 2, 4)
+
+
+def _causal(q: torch.Tensor) -> bool:
+    return q.shape[2] > 1
+
+
+def _by_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether cuDNN computes this, backward included; a warning where it does not on a GPU."""
+    if not q.is_cuda:
+        return False
+    leaves = [part.detach().requires_grad_() for part in (q, k, v)]
+    asked = SDPAParams(leaves[0], leaves[1], leaves[2], None, 0.0, _causal(q), q.shape[1] != k.shape[1])
+    taken = can_use_cudnn_attention(asked, False)
+    if not taken:
+        warnings.warn(f"cuDNN does not take this attention (q {list(q.shape)}, {q.dtype}): a slower kernel runs", stacklevel=3)
+    return taken
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]) if _by_cudnn(q, k, v) else nullcontext():
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=_causal(q), enable_gqa=q.shape[1] != k.shape[1])
