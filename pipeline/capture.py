@@ -11,6 +11,7 @@ import torch
 from pipeline.actions import Kind
 from pipeline.engine import Captured, Engine
 from pipeline.plan import GraphKey
+from pipeline.program import COLLECTIVE
 from pipeline.step_graph import cut, make
 from qeffect_lm.contract.leases import Slot
 from qeffect_lm.contract.ledger import Scope, Summary
@@ -60,6 +61,7 @@ def capture_step(
             with ledger.recording():
                 ledger.begin_step(-1)
                 _warm_up(engine)
+                _connect(engine)
                 ledger.abandon_step()
         engine.summaries = {}
 
@@ -127,6 +129,14 @@ def _warm_up(engine: Engine) -> None:
             engine.end.veto_()
             for piece in engine.end_work().values():
                 piece()
+
+
+def _connect(engine: Engine) -> None:
+    """Every collective of a step's end, once: NCCL connects at the first use, which a capture refuses. All ranks call it."""
+    with engine.computing(), engine.streams.current(COLLECTIVE):
+        for work in (engine.end.reduce_, engine.end.gather_loss_, engine.end.gather_):
+            work()
+    engine.streams.synchronize_all()
 
 
 def _capture_slot(
