@@ -140,6 +140,7 @@ class Plan:
                 "input_until": str(self.holding.input_until),
                 "i_slot_until": str(self.holding.i_slot_until),
                 "sends_in_flight": self.holding.sends_in_flight,
+                **({"spare_slots": True} if self.holding.spare_slots else {}),  # absent: as before it existed
             },
             "actions": [format_actions(row) for row in self.actions],
             "fingerprint": self.fingerprint(),
@@ -164,6 +165,7 @@ class Plan:
                 Kind(kept["input_until"]),
                 Kind(kept["i_slot_until"]),
                 kept["sends_in_flight"],
+                kept.get("spare_slots", False),
             )
             actions = tuple(tuple(parse_actions(row)) for row in document["actions"])
             placement = Placement(tuple(document["placement"]))
@@ -182,7 +184,8 @@ class Plan:
 
 def _holding_text(holding: Holding) -> str:
     border = "slot" if holding.border_in_i_slot else "buffers"
-    return f"{border} {holding.input_until} {holding.i_slot_until} {holding.sends_in_flight}"
+    spare = " spare" if holding.spare_slots else ""
+    return f"{border} {holding.input_until} {holding.i_slot_until} {holding.sends_in_flight}{spare}"
 
 
 def _graphs_of(row: Sequence[Action], slots: SlotPlan) -> dict[Action, GraphKey]:

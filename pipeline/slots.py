@@ -2,8 +2,9 @@
 
 A resource is held over a span of positions in its rank's list of actions, both ends included. Two
 microbatches of a chunk may share a place when their spans do not overlap. Spans on a line form an interval
-graph, and giving each, in order of its start, the lowest free index uses exactly as many places as are ever
-held at once; no colouring uses fewer.
+graph, and giving each, in order of its start, any free one of the places there are uses exactly as many places
+as are ever held at once; no colouring uses fewer. It is the lowest free index, but where I-slots and W-slots
+would then meet in more pairs than necessary: each pair is a graph, so there :mod:`pipeline.slot_pairs` chooses.
 
 =============  ======================================  =====================================================
 resource       held                                    exists for
@@ -27,12 +28,14 @@ own.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
 from pipeline.actions import Action, Kind
+from pipeline.slot_pairs import few_pairs
 from qeffect_lm.errors import UsageError
 
 Key = tuple[int, int]  # (chunk, microbatch)
@@ -57,12 +60,15 @@ class Holding:
         sends_in_flight: how many sends of one chunk and direction may be incomplete while their producer runs
             again. With 1 a buffer's send is waited for before the buffer is written again; with 2 there are
             two buffers in turn.
+        spare_slots: a chunk may get more slots of one kind than are ever held, at most as many as of the other
+            kind, where that saves pairs of slots, and so graphs and their pools.
     """
 
     border_in_i_slot: bool = True
     input_until: Kind = Kind.F
     i_slot_until: Kind = Kind.I
     sends_in_flight: int = 1
+    spare_slots: bool = False
 
     def __post_init__(self) -> None:
         if self.input_until not in (Kind.F, Kind.I, Kind.W):
@@ -108,16 +114,45 @@ class SlotPlan:
 def colour(spans: Mapping[Key, Span]) -> Slots:
     """Give each span, chunk by chunk in order of its start, the lowest index that is free."""
     index: dict[Key, int] = {}
-    busy_until: dict[int, list[int]] = {}  # chunk → for each index the end of its last span
+    count: dict[int, int] = {}
+    busy: dict[int, list[tuple[int, int]]] = {}  # chunk → heap of (end, index)
+    free: dict[int, list[int]] = {}  # chunk → heap of released indices
     for key, span in sorted(spans.items(), key=lambda item: (item[1], item[0])):
-        ends = busy_until.setdefault(key[0], [])
-        free = next((place for place, end in enumerate(ends) if end < span.start), len(ends))
-        if free == len(ends):
-            ends.append(span.end)
-        ends[free] = span.end
-        index[key] = free
-    count = {chunk: len(ends) for chunk, ends in sorted(busy_until.items())}
-    return Slots(MappingProxyType(index), MappingProxyType(dict(spans)), MappingProxyType(count))
+        chunk = key[0]
+        held, released = busy.setdefault(chunk, []), free.setdefault(chunk, [])
+        while held and held[0][0] < span.start:
+            heapq.heappush(released, heapq.heappop(held)[1])
+        if released:
+            place = heapq.heappop(released)
+        else:
+            place = count.get(chunk, 0)
+            count[chunk] = place + 1
+        heapq.heappush(held, (span.end, place))
+        index[key] = place
+    return Slots(MappingProxyType(index), MappingProxyType(dict(spans)), MappingProxyType(dict(sorted(count.items()))))
+
+
+def _paired(i_slots: Slots, w_slots: Slots, spare: bool) -> tuple[Slots, Slots]:
+    """The same spans in slots that meet in as few pairs as can be found; in as many slots, unless ``spare``."""
+    i_index, w_index = dict(i_slots.index), dict(w_slots.index)
+    keys: dict[int, list[Key]] = {}
+    for key in i_index:
+        keys.setdefault(key[0], []).append(key)
+    for chunk, mine in keys.items():
+        first = [i_index[key] for key in mine], [w_index[key] for key in mine]
+        counts = i_slots.count[chunk], w_slots.count[chunk]
+        spans = [i_slots.span[key] for key in mine], [w_slots.span[key] for key in mine]
+        chosen = few_pairs(*spans, first, counts, spare=spare)
+        i_index.update(zip(mine, chosen[0], strict=True))
+        w_index.update(zip(mine, chosen[1], strict=True))
+    return _recoloured(i_slots, i_index), _recoloured(w_slots, w_index)
+
+
+def _recoloured(slots: Slots, index: dict[Key, int]) -> Slots:
+    count = dict.fromkeys(slots.count, 0)
+    for (chunk, _), place in index.items():
+        count[chunk] = max(count[chunk], place + 1)
+    return Slots(MappingProxyType(index), slots.span, MappingProxyType(count))
 
 
 def assign_slots(actions: Sequence[Action], holding: Holding | None = None) -> SlotPlan:
@@ -127,7 +162,7 @@ def assign_slots(actions: Sequence[Action], holding: Holding | None = None) -> S
         actions: the rank's lowered and valid actions, in order.
         holding: how long things are kept; None: the defaults of :class:`Holding`.
 
-    Returns: indices and counts per chunk, the counts being the peaks of the given order.
+    Returns: indices and counts per chunk, the counts being the peaks of the given order (or above, with ``spare_slots``).
     """
     holding = holding or Holding()
     at = _positions(actions)
@@ -151,7 +186,9 @@ def assign_slots(actions: Sequence[Action], holding: Holding | None = None) -> S
             spans["outputs"][key] = Span(forward, ends[Kind.SEND_F, chunk, microbatch])
         if (Kind.SEND_B, *key) in ends:
             spans["dxs"][key] = Span(input_grad, ends[Kind.SEND_B, chunk, microbatch])
-    return SlotPlan(**{name: colour(resource) for name, resource in spans.items()})
+    coloured = {name: colour(resource) for name, resource in spans.items()}
+    i_slots, w_slots = _paired(coloured["i_slots"], coloured["w_slots"], holding.spare_slots)
+    return SlotPlan(**{**coloured, "i_slots": i_slots, "w_slots": w_slots})
 
 
 def _positions(actions: Sequence[Action]) -> dict[tuple[Kind, int, int], int]:
