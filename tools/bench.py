@@ -4,6 +4,8 @@ contract   1. ns of host time per effect, enforced and off
            2. us of host time per replayed action, enforced and off, at several numbers of layers
            3. whole steps of the demo's model under each mode (CPU), or of a captured stage (--device cuda)
 kernels    each kernel and product of backend native at several sizes (GPU only)
+layers     four decoder layers, forward and backward: Transformer Engine alone, eager and with its graphs, beside both of our
+           backends, eager and captured (GPU only, with Transformer Engine); --shapes 2048x1024,... for some sizes only
 train      whole training steps of the presets bench-s and bench-m, measured and predicted bubble (GPUs only); with stages on
            several GPUs:  torchrun --nproc-per-node 2 -m tools.bench train --schedules 1f1b,zb-v
 
@@ -39,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--backend", choices=["host_replay", "eager"], default="host_replay", help="of the steps on CPU")
     made.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the whole steps (default: %(default)s)")
     made.add_argument("--layers", default=",".join(map(str, LAYERS)), metavar="LIST", help="for part 2 (default: %(default)s)")
+    made.add_argument("--shapes", metavar="LIST", help="of layers: HIDDENxTOKENS, with commas (default: the seven of the docs)")
     made.add_argument("--sizes", default="S,M", metavar="LIST", help="of train (default: %(default)s)")
     made.add_argument("--schedules", default="1f1b", metavar="LIST", help="of train (default: %(default)s)")
     made.add_argument("--microbatches", default="8", metavar="LIST", help="of train (default: %(default)s)")
@@ -139,6 +142,43 @@ def kernels(arguments: argparse.Namespace) -> int:
     print(benchmark.table(report))
     write(report, arguments.json)
     return 0
+
+
+def layers(arguments: argparse.Namespace) -> int:
+    """Decoder layers beside Transformer Engine's."""
+    from qeffect_lm.runtime.determinism import apply_before_torch, apply_to_torch
+
+    apply_before_torch(os.environ, threads=1)
+    apply_to_torch(threads=1)
+    import torch
+
+    from tools.benchmarks import layers as benchmark
+
+    if not torch.cuda.is_available():
+        raise UsageError("the layers are measured on a GPU, and torch sees none here")
+    shapes = list(benchmark.SHAPES)
+    if arguments.shapes:
+        try:
+            shapes = [(int(h), int(t)) for h, t in (word.split("x") for word in arguments.shapes.split(","))]
+        except ValueError:
+            raise UsageError(f"--shapes {arguments.shapes}: HIDDENxTOKENS, with commas, as 2048x1024,4096x1024") from None
+    sizes = [benchmark.Size(*shape) for shape in shapes]
+    rows = benchmark.measure(sizes, arguments.steps, lambda text: print(text, flush=True))
+    report = {
+        "benchmark": "layers",
+        "command": " ".join(["python -m tools.bench layers", *([f"--shapes {arguments.shapes}"] if arguments.shapes else [])]),
+        "qeffect_lm": __version__,
+        "commit": commit(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(),
+        "layers": benchmark.LAYERS,
+        "microbatches": benchmark.MICROBATCHES,
+        "rows": rows,
+    }
+    print("\n" + benchmark.table(rows))
+    write(report, arguments.json)
+    return 1 if any("error" in row for row in rows) else 0
 
 
 def contract(arguments: argparse.Namespace) -> int:
@@ -249,7 +289,12 @@ def captured_table(sizes: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"contract": contract, "kernels": kernels, "train": training}
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "contract": contract,
+    "kernels": kernels,
+    "layers": layers,
+    "train": training,
+}
 
 
 if __name__ == "__main__":
