@@ -144,6 +144,7 @@ def saved_tensors(out: torch.Tensor) -> Iterator[torch.Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
+        yield from getattr(node, "held", list)()  # what a node keeps besides: the tape of another library
         names = ["saved_tensors"] if hasattr(node, "saved_tensors") else [n for n in dir(node) if n.startswith("_saved_")]
         for name in names:
             value = getattr(node, name)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from qeffect_lm.config import Config
 
 FP8_MULTIPLE = 16  # FP8 tensor cores want 16-byte rows, which are 16 FP8 values
+FP8_BLOCK = 128  # block scaling: one scale per tile of 128 values
 # Chunks per rank that a schedule can have; () is any number. The schedules themselves are in pipeline.schedules, which the
 # configuration does not import; a test keeps the two equal.
 CHUNKS: dict[str, tuple[int, ...]] = {
@@ -35,6 +36,7 @@ def cross_check(config: Config) -> list[str]:
     return [
         *_check_model(config),
         *_check_fp8(config),
+        *_check_backend(config),
         *_check_pipeline(config),
         *_check_optim(config),
         *_check_train(config),
@@ -75,12 +77,31 @@ def _check_fp8(config: Config) -> Iterator[str]:
         f"model.ffn_size{cut}": model.ffn_size // tp,
         "data.seq_len x data.microbatch_size": config.data.seq_len * config.data.microbatch_size,
     }
+    multiple, what = FP8_MULTIPLE, "FP8 matrix products need"
+    if fp8.recipe == "block":
+        multiple, what = FP8_BLOCK, "block scaling needs"
     for name, value in widths.items():
-        if value % FP8_MULTIPLE:
-            yield (
-                f"{name} = {value} is not a multiple of {FP8_MULTIPLE}, which FP8 matrix products need: "
-                "change it or set precision.fp8.recipe=none"
-            )
+        if value % multiple:
+            yield f"{name} = {value} is not a multiple of {multiple}, which {what}: change it or set precision.fp8.recipe=none"
+
+
+def _check_backend(config: Config) -> Iterator[str]:
+    """What the decoder layers' backend takes."""
+    fp8, native = config.precision.fp8, "or model.backend=native"
+    if config.model.backend == "native":
+        if fp8.recipe == "block":
+            yield "precision.fp8.recipe block exists with model.backend te only: set that, or recipe=delayed or current"
+        return
+    if config.run.device == "cpu":
+        yield f"model.backend te needs a GPU, run.device is cpu: set run.device=cuda, {native}"
+    if config.graphs.backend == "host_replay":
+        yield f"graphs.backend host_replay cannot repeat the kernels of model.backend te: set cuda_graphs or eager, {native}"
+    if config.precision.dtype != "bfloat16":
+        yield f"precision.dtype {config.precision.dtype}: model.backend te computes in bfloat16: set that, {native}"
+    if config.parallel.tp > 1:
+        yield f"parallel.tp {config.parallel.tp}: model.backend te runs without tensor parallelism so far: set 1, {native}"
+    if fp8.recipe != "delayed" and fp8.recipe != "none" and fp8.margin:
+        yield f"precision.fp8.margin {fp8.margin}: recipe {fp8.recipe} of model.backend te has no margin: set it to 0"
 
 
 def _check_pipeline(config: Config) -> Iterator[str]:

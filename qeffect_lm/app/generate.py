@@ -53,6 +53,10 @@ def load_for_inference(path: Path) -> tuple[Assembly, int]:
     saved["pipeline"] = {"microbatches": saved["pipeline"]["microbatches"]}  # one chunk on one process
     saved["graphs"] = {"backend": "eager"}
     saved["contract"] = {}
+    if saved["model"].get("backend") == "te":  # one token at a time fits no product of its own; the native one reads the same
+        saved["model"]["backend"] = "native"
+        if saved["precision"]["fp8"]["recipe"] == "block":
+            saved["precision"]["fp8"] = {"recipe": "none"}
     assembly = assemble(Config.from_dict(saved))
     items = assembly.logical_tensors()
     load_into(checkpoint, [item for item in items if item.role in (*PARAMETERS, *SCALES)])

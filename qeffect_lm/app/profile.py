@@ -144,7 +144,8 @@ def _measured(assembly: Assembly, batch: StepInput) -> list[Part]:
             t_i=median(seconds[Kind.I, chunk]),
             t_w=median(seconds[Kind.W, chunk]),
             m_b=border[chunk] + meter.sizes.m_b[chunk],
-            m_w=meter.sizes.m_w[chunk],
+            # Transformer Engine places what it saves by itself: one arena holds it all from F to W.
+            m_w=(meter.sizes.m_b if assembly.config.model.backend == "te" else meter.sizes.m_w)[chunk],
         )
         for chunk in range(assembly.plan.placement.num_chunks)
     ]

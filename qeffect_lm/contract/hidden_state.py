@@ -67,6 +67,13 @@ HIDDEN_STATE: tuple[HiddenState, ...] = (
         "one pool per slot pair",
         "not saved: none is left",
     ),
+    HiddenState(
+        "Transformer Engine's workspace, sequence offsets, evaluation's amax",
+        "transformer_engine",
+        "constant",
+        "made before any capture, declared by each of its operations",
+        "not saved: scratch",
+    ),
     HiddenState("RoPE tables", "layers", "constant", "fixed storage", "not saved: from the config"),
     HiddenState("random generators", "process", "position", "drawing is a CaptureError", "saved, restored last"),
     HiddenState(

@@ -79,8 +79,7 @@ def wrong_optional(files: dict[str, str]) -> list[str]:
     wrong = []
     for path, text in files.items():
         tree = ast.parse(text)
-        name = path.rpartition("/")[2]
-        backend = path.startswith("qeffect_lm/layers/") and (name == "te.py" or name.startswith("te_"))
+        backend = path.startswith("qeffect_lm/layers/te/")
         found = [(m, line) for m, line in imports(path, tree) if within(m, OPTIONAL)]
         in_functions = {
             id_
@@ -187,7 +186,7 @@ def test_the_arrow_check_itself(path: str, text: str, count: int) -> None:
 
 def test_the_other_checks_themselves() -> None:
     te = "import transformer_engine.pytorch as te"
-    assert wrong_optional({"qeffect_lm/layers/te.py": te, "qeffect_lm/layers/te_linear.py": te}) == []
+    assert wrong_optional({"qeffect_lm/layers/te/library.py": te}) == []
     assert len(wrong_optional({"qeffect_lm/layers/linear.py": te, "models/te.py": te})) == 2
     lazy = "def f():\n    import wandb\n"
     assert wrong_optional({"a.py": lazy}) == []

@@ -122,6 +122,8 @@ def load(device: torch.device, recipe: str = "none") -> Library:
     version = check_installed()
     if device.type != "cuda":
         raise UsageError(f"model.backend=te needs a GPU, and this run uses the {device.type}: {NATIVE}")
+    if device.index is None:  # its caches are keyed by the device's number
+        device = torch.device("cuda", torch.cuda.current_device())
     modules = {name: _import(f"transformer_engine.{name}") for name in NEEDED}
     missing = [f"transformer_engine.{module}.{name}" for module, name in _missing(modules)]
     if missing:

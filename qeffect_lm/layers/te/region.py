@@ -108,6 +108,10 @@ class Tape:
     def __init__(self, out: torch.Tensor, wanted: list[torch.Tensor]) -> None:
         self._out, self._wanted = out, wanted
 
+    def held(self) -> list[torch.Tensor]:
+        """What the tape keeps alive until I."""
+        return [tensor for node in _nodes(self._out) for tensor in node.saved_tensors if tensor is not None]
+
     def backward(self, dy: torch.Tensor, *, again: bool) -> tuple[torch.Tensor | None, ...]:
         """Gradients of what is wanted; ``again`` keeps the tape usable for one more."""
         kept = self.keep() if again else None
@@ -180,7 +184,7 @@ class _Region(torch.autograd.Function):
             ctx.tape = Tape(out, [*leaves, *trained])
             result = out.detach()
             made.append(result)
-        ctx.part, ctx.context, ctx.count = part, context, len(inputs)
+        ctx.part, ctx.context, ctx.count, ctx.held = part, context, len(inputs), ctx.tape.held
         return result
 
     @staticmethod
@@ -192,7 +196,7 @@ class _Region(torch.autograd.Function):
             made += [grad for grad in grads if grad is not None]
             made += part.backwarded(context)
         if not context.again:
-            ctx.tape = None
+            ctx.tape, ctx.held = None, list
         place = None if part.norm is None else part.norm.grad_place(context)
         if place is not None:  # a cheap parameter: finished in I
             out, beta = place
