@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 
 from qeffect_lm.fp8.quantise import Quantised
-from qeffect_lm.kernels import launched
+from qeffect_lm.kernels import launched, tables
 from qeffect_lm.kernels.quantise import Outputs
-from qeffect_lm.kernels.tile import SCALARS, emit, store_inverse, tile_offsets, tiles
+from qeffect_lm.kernels.tile import SCALARS, emit, magnitude, merge_amax, store_inverse, tile_offsets
 
-# The weight's gradient is summed in two stages of fixed order: this many runs of consecutive rows, then the runs.
+# The weight's gradient is summed in two stages of fixed order: this many runs of consecutive rows (or what the table of
+# configurations says for a shape), then the runs.
 RUNS = 256
 _COLUMNS = 32  # of one program of the second stage
 
@@ -40,52 +41,71 @@ def _norm_quantise_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, AMAX: tl.constexpr, E5M2: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
+    pid, factor = tl.program_id(0), tl.load(scale)
     row, column = tile_offsets(pid, k, TILE_M, TILE_K)
     mask = (row < m)[:, None] & (column < k)[None, :]
     values = tl.load(x + row.to(tl.int64)[:, None] * k + column[None, :], mask=mask, other=0.0).to(tl.float32)
     r = tl.load(rstd + row, mask=row < m, other=0.0)
     w = tl.load(weight + column, mask=column < k, other=0.0).to(tl.float32)
     normed = (values * r[:, None] * w[None, :]).to(x.dtype.element_ty).to(tl.float32)  # what the unfused layer would hand over
-    emit(normed, row, column, mask, scale, rows, columns, amax, m, k, ROWS, COLUMNS, AMAX, E5M2)
-    store_inverse(pid, scale, scale_inv)
+    if AMAX:
+        merge_amax(amax, magnitude(normed, mask))
+    emit(normed, row, column, mask, factor, rows, columns, m, k, ROWS, COLUMNS, E5M2)
+    store_inverse(pid, factor, scale_inv)
+
+
+@triton.jit
+def _backward_inputs(x, dy, residual, at, mask, RESIDUAL: tl.constexpr):
+    values = tl.load(x + at, mask=mask, other=0.0)
+    grad = tl.load(dy + at, mask=mask, other=0.0)
+    return values, grad, tl.load(residual + at, mask=mask, other=0.0) if RESIDUAL else grad
 
 
 @triton.jit
 def _norm_backward_kernel(
     x, weight, rstd, dy, residual, dx, partial, m, k,
-    ROWS: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+    STEPS: tl.constexpr, ROWS: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A run of ``ROWS`` consecutive rows: dx of each, and the run's part of the weight's gradient."""
+    """A run of ``STEPS * ROWS`` consecutive rows, ``ROWS`` at a time: dx of each, and the run's part of the weight's gradient.
+
+    The next rows are on their way while the present ones wait for the sum over their columns.
+    """
     run = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < k
     w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    part = tl.zeros([BLOCK], dtype=tl.float32)
-    for number in range(ROWS):
-        row = run * ROWS + number
-        at = row.to(tl.int64) * k + column
-        mask = inside & (row < m)
-        r = tl.load(rstd + row, mask=row < m, other=0.0)
-        normed = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) * r
-        grad = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+    part = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    row = run * (STEPS * ROWS) + tl.arange(0, ROWS)
+    at = row.to(tl.int64)[:, None] * k + column[None, :]
+    mask = (row < m)[:, None] & inside[None, :]
+    values, raw, rest = _backward_inputs(x, dy, residual, at, mask, RESIDUAL)
+    for step in range(STEPS):
+        r = tl.load(rstd + row, mask=row < m, other=0.0)[:, None]
+        normed, grad, added = values.to(tl.float32) * r, raw.to(tl.float32), rest.to(tl.float32)
+        here, valid = dx + at, mask
+        row += ROWS
+        at += ROWS * k
+        mask = (row < m)[:, None] & inside[None, :]
+        if step + 1 < STEPS:
+            values, raw, rest = _backward_inputs(x, dy, residual, at, mask, RESIDUAL)
         if WEIGHT:
             part += grad * normed
-        scaled = grad * w
-        out = (scaled - normed * (tl.sum(scaled * normed, axis=0) / k)) * r
+        scaled = grad * w[None, :]
+        out = (scaled - normed * (tl.sum(scaled * normed, axis=1) / k)[:, None]) * r
         if RESIDUAL:
-            out += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(dx + at, out.to(dx.dtype.element_ty), mask=mask)
+            out += added
+        tl.store(here, out.to(dx.dtype.element_ty), mask=valid)
     if WEIGHT:
-        tl.store(partial + run.to(tl.int64) * k + column, part, mask=inside)
+        tl.store(partial + run.to(tl.int64) * k + column, tl.sum(part, axis=0), mask=inside)
 
 
 @triton.jit
-def _norm_dweight_kernel(partial, dweight, k, BETA: tl.constexpr, RUNS: tl.constexpr, COLUMNS: tl.constexpr):
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+def _norm_dweight_kernel(partial, dweight, runs, k, BETA: tl.constexpr, RUNS: tl.constexpr, COLUMNS: tl.constexpr):
+    """``COLUMNS`` columns of the weight's gradient: the sum of the runs' parts, by a tree."""
+    column, run = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, RUNS)
     mask = column < k
-    at = tl.arange(0, RUNS)[:, None] * k + column[None, :]
-    total = tl.sum(tl.load(partial + at, mask=mask[None, :], other=0.0), axis=0)
+    parts = tl.load(partial + run[:, None] * k + column[None, :], mask=(run < runs)[:, None] & mask[None, :], other=0.0)
+    total = tl.sum(parts, axis=0)
     if BETA:
         total += tl.load(dweight + column, mask=mask, other=0.0)
     tl.store(dweight + column, total, mask=mask)
@@ -117,8 +137,9 @@ def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
 def quantise(x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, outputs: Outputs) -> Quantised:
     """The norm's output, rounded to ``x``'s dtype as :func:`forward` does, straight to FP8."""
     m, k = x.shape
+    tile = tables.tile("norm", m, k)
     launched("norm_quantise", x, weight, rstd, *outputs.pointers())
-    _norm_quantise_kernel[tiles(m, k)](x, weight, rstd, *outputs.pointers(), m, k, **outputs.switches())
+    _norm_quantise_kernel[tile.grid(m, k)](x, weight, rstd, *outputs.pointers(), m, k, **outputs.switches(tile))
     return outputs.quantised()
 
 
@@ -136,14 +157,20 @@ def backward(
     Sums are in float32 in a fixed order, without atomics: the same bytes at every run, on any GPU.
     """
     m, k = x.shape
+    block = triton.next_power_of_2(k)
+    cut = tables.norm_runs(m, k, RUNS, block)
     dx = torch.empty_like(x)
-    partial = dx if dweight is None else torch.empty(RUNS, k, device=x.device)
+    partial = dx if dweight is None else torch.empty(cut.runs, k, device=x.device)
     out, beta = (None, 0) if dweight is None else dweight
     launched("norm_backward", x, weight, rstd, dy, residual, dx, partial, out, beta)
-    _norm_backward_kernel[(RUNS,)](
-        x, weight, rstd, dy.contiguous(), dx if residual is None else residual.contiguous(), dx, partial,
-        m, k, ROWS=triton.cdiv(m, RUNS), RESIDUAL=residual is not None, WEIGHT=out is not None, **_block(k),
+    _norm_backward_kernel[(cut.runs,)](
+        x, weight, rstd, dy.contiguous(), dx if residual is None else residual.contiguous(), dx, partial, m, k,
+        STEPS=triton.cdiv(m, cut.runs * cut.rows), ROWS=cut.rows, RESIDUAL=residual is not None, WEIGHT=out is not None,
+        BLOCK=block, num_warps=cut.warps,
     )  # fmt: skip
     if out is not None:
-        _norm_dweight_kernel[(triton.cdiv(k, _COLUMNS),)](partial, out, k, BETA=beta, RUNS=RUNS, COLUMNS=_COLUMNS)
+        padded = triton.next_power_of_2(cut.runs)
+        _norm_dweight_kernel[(triton.cdiv(k, _COLUMNS),)](
+            partial, out, cut.runs, k, BETA=beta, RUNS=padded, COLUMNS=_COLUMNS
+        )
     return dx

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from qeffect_lm.fp8.quantise import Format, Quantised
-from qeffect_lm.kernels import launched
-from qeffect_lm.kernels.tile import SCALARS, TILE_K, TILE_M, WARPS, emit, store_inverse, tile_offsets, tiles
+from qeffect_lm.kernels import launched, tables
+from qeffect_lm.kernels.tile import SCALARS, emit, magnitude, merge_amax, store_inverse, tile_offsets
 
 
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
@@ -17,12 +17,14 @@ def _quantise_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, AMAX: tl.constexpr, E5M2: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
+    pid, factor = tl.program_id(0), tl.load(scale)
     row, column = tile_offsets(pid, k, TILE_M, TILE_K)
     mask = (row < m)[:, None] & (column < k)[None, :]
     values = tl.load(x + row.to(tl.int64)[:, None] * k + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    emit(values, row, column, mask, scale, rows, columns, amax, m, k, ROWS, COLUMNS, AMAX, E5M2)
-    store_inverse(pid, scale, scale_inv)
+    if AMAX:
+        merge_amax(amax, magnitude(values, mask))
+    emit(values, row, column, mask, factor, rows, columns, m, k, ROWS, COLUMNS, E5M2)
+    store_inverse(pid, factor, scale_inv)
 
 
 class Outputs:
@@ -58,16 +60,16 @@ class Outputs:
         columns = absent if self.columns is None else self.columns
         return self._scale, rows, columns, absent if self.amax is None else self.amax, self.scale_inv
 
-    def switches(self) -> dict[str, bool | int]:
+    def switches(self, tile: tables.Tile) -> dict[str, bool | int]:
         """The kernels' constants."""
         return {
             "ROWS": self.rows is not None,
             "COLUMNS": self.columns is not None,
             "AMAX": self.amax is not None,
             "E5M2": self._fmt.name == "E5M2",
-            "TILE_M": TILE_M,
-            "TILE_K": TILE_K,
-            "num_warps": WARPS,
+            "TILE_M": tile.rows,
+            "TILE_K": tile.columns,
+            "num_warps": tile.warps,
         }
 
     def quantised(self) -> Quantised:
@@ -86,6 +88,7 @@ def quantise(x: torch.Tensor, outputs: Outputs) -> Quantised:
     """``x`` ``[m, k]`` → FP8; equal bytes to the reference in :mod:`qeffect_lm.fp8.quantise` (of a NaN, up to its sign)."""
     x = x.contiguous()
     m, k = x.shape
+    tile = tables.tile("quantise", m, k)
     launched("quantise", x, *outputs.pointers())
-    _quantise_kernel[tiles(m, k)](x, *outputs.pointers(), m, k, **outputs.switches())
+    _quantise_kernel[tile.grid(m, k)](x, *outputs.pointers(), m, k, **outputs.switches(tile))
     return outputs.quantised()

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from qeffect_lm.fp8.quantise import Quantised
-from qeffect_lm.kernels import launched
+from qeffect_lm.kernels import launched, tables
 from qeffect_lm.kernels.quantise import Outputs
-from qeffect_lm.kernels.tile import SCALARS, TILE_M, emit, store_inverse
+from qeffect_lm.kernels.tile import SCALARS, emit, magnitude, merge_amax, store_inverse
 
 
 @triton.jit
@@ -85,6 +85,7 @@ def _rope_backward_quantise_kernel(
     TILE_M: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """One head of ``TILE_M`` tokens: rotated back if it is a q or a k, rounded to its dtype, both halves quantised."""
+    factor = tl.load(scale)
     head = tl.program_id(0) % (kv_heads * (group + 2))
     kv, place = (head // (group + 2)).to(tl.int64), head % (group + 2)
     token = (tl.program_id(0) // (kv_heads * (group + 2))) * TILE_M + tl.arange(0, TILE_M)
@@ -105,9 +106,11 @@ def _rope_backward_quantise_kernel(
     first, second = tl.where(turned, back_first, first), tl.where(turned, back_second, second)
     column, width = head * 2 * half + lane, kv_heads * (group + 2) * 2 * half
     first, second = first.to(dq.dtype.element_ty).to(tl.float32), second.to(dq.dtype.element_ty).to(tl.float32)
-    emit(first, token, column, mask, scale, rows, columns, amax, tokens, width, ROWS, COLUMNS, AMAX, E5M2)
-    emit(second, token, column + half, mask, scale, rows, columns, amax, tokens, width, ROWS, COLUMNS, AMAX, E5M2)
-    store_inverse(tl.program_id(0), scale, scale_inv)
+    if AMAX:
+        merge_amax(amax, tl.maximum(magnitude(first, mask), magnitude(second, mask)))
+    emit(first, token, column, mask, factor, rows, columns, tokens, width, ROWS, COLUMNS, E5M2)
+    emit(second, token, column + half, mask, factor, rows, columns, tokens, width, ROWS, COLUMNS, E5M2)
+    store_inverse(tl.program_id(0), factor, scale_inv)
 
 
 def _shape(heads: int, half: int) -> dict[str, int]:
@@ -160,8 +163,9 @@ def backward_quantise(
     dq, dk, dv = _dense_lanes(dq, dk, dv)
     strides = (*dq.stride()[:4], *dk.stride()[:3], *dv.stride()[:3])
     launched("rope_backward_quantise", dq, dk, dv, cos, sin, *outputs.pointers())
-    switches = {name: value for name, value in outputs.switches().items() if name != "TILE_K"}
-    grid = (triton.cdiv(batch * sequence, TILE_M) * kv_heads * (group + 2),)
+    tile = tables.tile("rope_backward", batch * sequence, kv_heads * (group + 2) * head_dim)
+    switches = {name: value for name, value in outputs.switches(tile).items() if name != "TILE_K"}
+    grid = (triton.cdiv(batch * sequence, tile.rows) * kv_heads * (group + 2),)
     _rope_backward_quantise_kernel[grid](
         dq, dk, dv, cos, sin, *outputs.pointers(), batch * sequence, sequence, kv_heads, group, head_dim // 2, *strides,
         HALF=triton.next_power_of_2(head_dim // 2), **switches,

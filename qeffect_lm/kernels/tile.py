@@ -5,16 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# 64 tokens by 64 features: both layouts leave in runs of 64 bytes (two whole sectors), 1024 x 1024 still gives every
-# multiprocessor work, and 16 values per thread leave registers for several blocks at a time.
-TILE_M, TILE_K, WARPS = 64, 64, 8
 # Scalars lie anywhere in the timeline's tensors: without this each alignment would be a kernel of its own.
 SCALARS = ["scale", "amax", "scale_inv"]
-
-
-def tiles(m: int, k: int) -> tuple[int]:
-    """Grid of a kernel with one program per tile of ``[m, k]``."""
-    return (triton.cdiv(m, TILE_M) * triton.cdiv(k, TILE_K),)
 
 
 @triton.jit
@@ -27,14 +19,21 @@ def tile_offsets(pid, k, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
 
 
 @triton.jit
-def merge_amax(amax, values):
-    """Max-merge ``max |values|`` into the float32 slot ``amax``, as an integer maximum of the bits.
+def magnitude(values, mask):
+    """The bits of ``|values|``, 0 outside ``mask``: as integers they order as the numbers do.
 
-    Non-negative floats order as their bits do, an infinity is above all of them and a NaN above that (its bits have a full
-    exponent and a fraction), so a NaN wins and stays visible. An EMPTY slot holds -1.0, whose sign bit makes a negative
-    integer: any report replaces it. A maximum does not depend on order, so the atomics leave nothing to chance.
+    An infinity is above all finite numbers and a NaN above that (its bits have a full exponent and a fraction).
     """
-    bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.where(mask, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+
+
+@triton.jit
+def merge_amax(amax, bits):
+    """Max-merge the largest of ``bits`` (:func:`magnitude`) into the float32 slot ``amax``, as an integer maximum.
+
+    A NaN wins and stays visible. An EMPTY slot holds -1.0, whose sign bit makes a negative integer: any report replaces it.
+    A maximum does not depend on order, so the atomics leave nothing to chance.
+    """
     tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), tl.max(bits), sem="relaxed")
 
 
@@ -49,13 +48,11 @@ def cast(values, E5M2: tl.constexpr):
 
 @triton.jit
 def emit(
-    values, row, column, mask, scale, rows, columns, amax, m, width,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, AMAX: tl.constexpr, E5M2: tl.constexpr,
+    values, row, column, mask, factor, rows, columns, m, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, E5M2: tl.constexpr,
 ):  # fmt: skip
-    """Quantise a tile of the matrix ``[m, width]``: rows to ``rows``, transposed to ``columns``, amax to ``amax``."""
-    if AMAX:
-        merge_amax(amax, tl.where(mask, values, 0.0))
-    q = cast(values * tl.load(scale), E5M2)
+    """Quantise a tile of the matrix ``[m, width]`` with the scale ``factor``: rows to ``rows``, transposed to ``columns``."""
+    q = cast(values * factor, E5M2)
     if ROWS:
         tl.store(rows + row.to(tl.int64)[:, None] * width + column[None, :], q, mask=mask)
     if COLUMNS:
@@ -63,6 +60,7 @@ def emit(
 
 
 @triton.jit
-def store_inverse(pid, scale, scale_inv):
+def store_inverse(pid, factor, scale_inv):
     """The first program writes 1 / scale, correctly rounded."""
-    tl.store(scale_inv, tl.div_rn(1.0, tl.load(scale)), mask=pid == 0)
+    if pid == 0:
+        tl.store(scale_inv, tl.div_rn(1.0, factor))

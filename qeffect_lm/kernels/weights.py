@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from qeffect_lm.kernels import launched
-from qeffect_lm.kernels.tile import TILE_K, TILE_M, WARPS, emit, store_inverse, tile_offsets
+from qeffect_lm.kernels.tables import DEFAULT_TILE
+from qeffect_lm.kernels.tile import emit, magnitude, merge_amax, store_inverse, tile_offsets
 
 EMPTY = tl.constexpr(-1.0)
 _FIELDS = tl.constexpr(9)  # per weight: master, rows, columns, scale, amax, scale_inv, m, k, first tile
@@ -52,8 +53,10 @@ def _refresh_kernel(table, weight_of_tile, ALIGNED: tl.constexpr, TILE_M: tl.con
     mask = (row < m)[:, None] & (column < k)[None, :]
     wide = tl.load(master + row.to(tl.int64)[:, None] * k + column[None, :], mask=mask, other=0.0)
     values = wide.to(tl.bfloat16).to(tl.float32)
-    emit(values, row, column, mask, scale, rows, columns, amax, m, k, True, True, True, False)
-    store_inverse(pid, scale, scale_inv)
+    factor = tl.load(scale)
+    merge_amax(amax, magnitude(values, mask))
+    emit(values, row, column, mask, factor, rows, columns, m, k, True, True, False)
+    store_inverse(pid, factor, scale_inv)
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class WeightRefresh:
                 raise ValueError("the weight refresh reads contiguous float32 masters")
             m, k = weight.master.shape
             fields.append((*weight.addresses(), m, k, len(tile_owner)))
-            tile_owner += [number] * (triton.cdiv(m, TILE_M) * triton.cdiv(k, TILE_K))
+            tile_owner += [number] * DEFAULT_TILE.grid(m, k)[0]
         self.addresses = [weight.addresses() for weight in weights]
         self._aligned = all(value % 16 == 0 for field in fields for value in (*field[:3], *field[6:8]))
         self.table = torch.tensor(fields, dtype=torch.int64, device=device)
@@ -95,5 +98,6 @@ class WeightRefresh:
         launched("weight_refresh", self.table, self.tile_owner)
         _empty_slots_kernel[(triton.cdiv(count, 128),)](self.table, count, BLOCK=128)
         _refresh_kernel[(tiles,)](
-            self.table, self.tile_owner, ALIGNED=self._aligned, TILE_M=TILE_M, TILE_K=TILE_K, num_warps=WARPS
-        )
+            self.table, self.tile_owner, ALIGNED=self._aligned,
+            TILE_M=DEFAULT_TILE.rows, TILE_K=DEFAULT_TILE.columns, num_warps=DEFAULT_TILE.warps,
+        )  # fmt: skip
