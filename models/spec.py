@@ -12,9 +12,10 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from qeffect_lm.layers.base import Layer
-from qeffect_lm.layers.context import LayerContext
+from qeffect_lm.layers.context import LayerContext, Phase
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,10 @@ class Chunk(nn.Module):
         return self.loss is not None
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        once = context.phase is Phase.CALIBRATE and torch.is_grad_enabled()
         for block in self.blocks:
-            x = block(x, context)
+            # Calibration runs once, in high precision: it keeps borders only, or its activations would set a run's peak.
+            x = checkpoint(block, x, context, use_reentrant=False, preserve_rng_state=False) if once else block(x, context)
         if self.loss is not None and context.targets is not None:
             return self.loss(x, context)
         return x

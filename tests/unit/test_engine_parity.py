@@ -173,3 +173,22 @@ def test_evaluation_puts_generators_back():
     before = torch.get_rng_state()
     first = run.assembly.evaluator.run(batch(9))
     assert torch.equal(torch.get_rng_state(), before) and run.assembly.evaluator.run(batch(9)) == first
+
+
+def test_calibration_keeps_borders_only(monkeypatch):
+    """It runs in high precision: each block's forward once more in backward, the same scales as with everything kept."""
+    from torch.utils.checkpoint import checkpoint
+
+    blocks = []
+
+    def recording(block, x, context, **options):
+        blocks.append(block.name)
+        return checkpoint(block, x, context, **options)
+
+    monkeypatch.setattr("models.spec.checkpoint", recording)
+    lean = train(config(model__dropout=0.1), 1)
+    names = [block.name for block in lean.assembly.engine.stages[0].chunk.blocks]
+    assert blocks == names  # calibration asks for it, no training step does
+    monkeypatch.setattr("models.spec.checkpoint", lambda block, x, context, **options: block(x, context))
+    full = train(config(model__dropout=0.1), 1)
+    assert torch.equal(lean.scales[0], full.scales[0]) and differing(lean.tensors, full.tensors) == []
