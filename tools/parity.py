@@ -5,6 +5,10 @@ process, eager, GPipe, never killed (window ``microbatch``: the same schedule an
 there the order of commits is part of the arithmetic). A killed cell gets SIGKILL on all ranks in the middle and resumes. The
 control of a cell is the same cell with one thing changed (another seed; killed: one scale doubled in the checkpoint) and must
 differ.
+
+With ``--device cuda``: engines in lock step, eager and captured, compared after each of 50 steps
+(:mod:`tools.proofs.lockstep`), runs killed and resumed (:mod:`tools.proofs.killed`), and a float64 reference
+(:mod:`tools.proofs.double`), each with a control; on one GPU and, where there are two, as two pipeline ranks too.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from pathlib import Path
 
 from qeffect_lm.errors import QEffectError
 from tools.common import add_traceback, environment, kill_after, launch, run_tool
+from tools.proofs import matrix as gpu
 
 STEPS, EVERY, KILL_AT, VOCAB = 12, 3, 7, 64
 CONFIG = """
@@ -105,6 +110,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--killed", nargs="*", choices=["no", "yes"])
     made.add_argument("--window", nargs="*", choices=["step", "microbatch"])
     made.add_argument("--keep", type=Path, help="keep all runs in this folder")
+    made.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: %(default)s)")
+    gpu.add_arguments(made)
     add_traceback(made)
     return made
 
@@ -116,6 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parity(arguments: argparse.Namespace) -> int:
     """Run all cells; exit code 0 when every cell is equal and every control differs."""
+    if arguments.device == "cuda":
+        return gpu.run(arguments, lambda text: print(text, flush=True))
     cells = cells_of(arguments)
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="qeffect-parity-"))
     matrix = Matrix(folder)

@@ -34,6 +34,8 @@ class Nothing:
 
     def replay(self) -> None: ...
 
+    def reset(self) -> None: ...
+
     def storages(self) -> dict[int, int]:
         return {}
 

@@ -1,0 +1,198 @@
+"""The matrix of ``tools.parity --device cuda``: which parts run where, one line a cell, and the report.
+
+Cells of one pipeline rank run in this process; those of several in ranks that torchrun starts, each on a GPU of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from qeffect_lm import __version__
+from qeffect_lm.errors import QEffectError, UsageError
+from tools.bench import commit
+from tools.common import ROOT
+
+PARTS = ("lockstep", "killed", "float64")
+SCOPES = ("action", "step")
+WIDTHS = (256, 1024, 4096)
+STEPS = 50
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of a GPU's matrix."""
+    group = parser.add_argument_group("with --device cuda")
+    group.add_argument("--part", nargs="*", choices=PARTS, default=list(PARTS), help="of the matrix (default: all)")
+    group.add_argument("--hidden", nargs="*", type=int, default=list(WIDTHS), help="widths (default: 256 1024 4096)")
+    group.add_argument("--steps", type=int, default=STEPS, help="of each run (default: %(default)s)")
+    group.add_argument("--scope", nargs="*", choices=SCOPES, default=list(SCOPES), help="of the graphs (default: both)")
+    group.add_argument("--backend", default="native", help="who runs the layers: native or te (default: %(default)s)")
+    group.add_argument("--report", type=Path, metavar="FILE", help="write the cells there, as JSON")
+
+
+def run(arguments: argparse.Namespace, say: Callable[[str], None] = print) -> int:
+    """Exit code 0 when every cell is equal and every control differs."""
+    from qeffect_lm.runtime.determinism import apply_before_torch, apply_to_torch
+
+    apply_before_torch(os.environ, threads=1)
+    apply_to_torch(threads=1)
+    rank = int(os.environ.get("RANK", "0"))
+    cells = _run_here(arguments, say if rank == 0 else lambda text: None)
+    if rank == 0:
+        passed = sum(cell["ok"] for cell in cells)
+        say(f"{passed} cells equal with a control that differs, {len(cells) - passed} not")
+        if arguments.report is not None:
+            arguments.report.parent.mkdir(parents=True, exist_ok=True)
+            arguments.report.write_text(json.dumps(report(arguments.device, cells), indent=1) + "\n")
+    return 0 if cells and all(cell["ok"] for cell in cells) else 1
+
+
+def report(device: str, cells: list[dict[str, Any]]) -> dict[str, Any]:
+    """The cells with what they ran on."""
+    import torch
+
+    name = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if device == "cuda" else platform.processor()
+    return {
+        "proof": "parity",
+        "command": f"python -m tools.parity {' '.join(sys.argv[1:])}",
+        "qeffect_lm": __version__,
+        "commit": commit(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": name,
+        "cells": cells,
+    }
+
+
+def _run_here(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    import torch
+
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    visible = torch.cuda.device_count()
+    if arguments.device == "cuda" and not visible:
+        raise UsageError("--device cuda, but torch sees no GPU here")
+    stages = arguments.stages or ([1, 2] if visible > 1 else [1])
+    if arguments.device == "cuda" and max(stages) > visible:
+        raise UsageError(f"--stages {max(stages)}: torch sees {visible} GPUs, and each rank takes one of its own")
+    if world > 1:
+        return _ranks(arguments, world, say)
+    cells: list[dict[str, Any]] = []
+    for pp in stages:
+        if pp == 1:
+            cells += _single(arguments, say)
+        elif "lockstep" in arguments.part:
+            cells += _under_torchrun(arguments, pp, say)
+        if "killed" in arguments.part:
+            cells += _killed(arguments, pp, say)
+    return cells
+
+
+def _single(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Lock step and the reference on one device."""
+    from checkpoint import SingleProcess
+    from qeffect_lm.parallel.mesh import Mesh
+    from tools.proofs import double, lockstep
+    from tools.proofs.cells import LAYERS, Cell, cells
+
+    found = []
+    if "float64" in arguments.part:
+        for hidden in arguments.hidden:
+            cell = Cell("1f1b", "step", hidden, min(4, LAYERS.get(hidden, 4)), backend=arguments.backend)
+            found.append(double.check(cell, arguments.device, os.cpu_count() or 1))
+            say(line(found[-1]))
+    if "lockstep" in arguments.part:
+        windows = arguments.window or ["step", "microbatch"]
+        for cell in cells(1, arguments.hidden, windows, arguments.scope, arguments.backend):
+            found.append(lockstep.check(cell, Mesh({}), SingleProcess(), arguments.device, arguments.steps))
+            say(line(found[-1]))
+    return found
+
+
+def _ranks(arguments: argparse.Namespace, world: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """One of several ranks that torchrun started."""
+    import torch
+    import torch.distributed as dist
+
+    from checkpoint import GroupCommunicator
+    from qeffect_lm.parallel.mesh import Mesh
+    from qeffect_lm.runtime.launch import LaunchEnv, init_process_group
+    from tools.proofs import lockstep
+    from tools.proofs.cells import cells
+
+    env = LaunchEnv.from_mapping(os.environ)
+    if arguments.device == "cuda":
+        torch.cuda.set_device(env.local_rank)
+    init_process_group(env, "cpu:gloo,cuda:nccl" if arguments.device == "cuda" else "gloo", 120.0)
+    mesh = Mesh({"pp": world}, env.rank)
+    mesh.create_groups()
+    windows, found = arguments.window or ["step", "microbatch"], []
+    for cell in cells(world, arguments.hidden, windows, arguments.scope, arguments.backend):
+        found.append(lockstep.check(cell, mesh, GroupCommunicator(), arguments.device, arguments.steps))
+        say(line(found[-1]))
+    dist.destroy_process_group()
+    return found
+
+
+def _under_torchrun(arguments: argparse.Namespace, pp: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Start the ranks, let them print, and read what they found."""
+    with tempfile.TemporaryDirectory(prefix="qeffect-parity-") as folder:
+        file = Path(folder) / "cells.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(pp)]
+        command += ["-m", "tools.parity", "--device", arguments.device, "--part", "lockstep", "--report", str(file)]
+        command += ["--steps", str(arguments.steps), "--backend", arguments.backend]
+        for option in ("hidden", "window", "scope"):
+            values = getattr(arguments, option)
+            command += [f"--{option}", *map(str, values)] if values else []
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        code = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, env=env).returncode
+        if not file.exists():
+            raise QEffectError(f"the cells of {pp} ranks ended with exit code {code} and no report")
+        return list(json.loads(file.read_text())["cells"])
+
+
+def _killed(arguments: argparse.Namespace, pp: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    from tools.proofs.killed import Job, Runs, check
+
+    plans = {"action": (("1f1b", "step"), ("zb-v", "microbatch")), "step": (("zb-v", "step"),)}
+    jobs = [Job(*plan, pp, scope, arguments.backend) for scope in arguments.scope for plan in plans[scope]]
+    folder = arguments.keep or Path(tempfile.mkdtemp(prefix="qeffect-killed-"))
+
+    def one(number: int) -> dict[str, Any]:
+        return check(jobs[number], Runs(folder / f"{pp}-{number}", arguments.device, arguments.steps))
+
+    found = []
+    try:  # side by side on a GPU: most of their time is that of starting processes
+        with ThreadPoolExecutor(len(jobs) if arguments.device == "cuda" else 1) as pool:
+            for cell in pool.map(one, range(len(jobs))):
+                found.append(cell)
+                say(line(cell))
+    finally:
+        if arguments.keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def line(cell: dict[str, Any]) -> str:
+    """One cell for people."""
+    if "bound" in cell:
+        worst, control = cell["worst_relative_error"], cell["control_relative_error"]
+        text = (
+            f"loss off by {cell['loss_relative_error']:.1e} (bound {cell['loss_bound']:g}), {cell['gradients']} gradients by at "
+            f"most {worst:.3f} (bound {cell['bound']:.3f}, control {control:.3f})"
+        )
+        return f"{cell['cell']:52} {'within' if cell['ok'] else 'NOT WITHIN'}: {text}  [{cell['seconds']} s]"
+    result = "equal" if cell["first"] is None else f"DIFFERENT: {cell['first']}"
+    faults = f"; NOT SOUND: {cell['faults'][0]}" if cell.get("faults") else ""
+    control = f"control differs ({cell['control_first']})" if cell["control_first"] else "CONTROL DOES NOT DIFFER"
+    number = cell.get("tensors_per_step") or cell["tensors"]
+    return f"{cell['cell']:52} {cell['steps']} steps, {number:>5} tensors  {result}{faults}; {control}  [{cell['seconds']} s]"
