@@ -7,10 +7,11 @@ tensor-parallel slice of heads is a contiguous slice of rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as functional
+from torch import nn
 
 from qeffect_lm import kernels
 from qeffect_lm.layers.base import Layer
@@ -19,6 +20,9 @@ from qeffect_lm.layers.linear import SplitLinear
 from qeffect_lm.layers.norm import RMSNorm
 from qeffect_lm.layers.rope import apply_rope, rope_tables
 from qeffect_lm.layers.sdpa import attend
+
+if TYPE_CHECKING:
+    from qeffect_lm.kernels.cudnn_attention import CudnnAttention
 
 
 @dataclass
@@ -61,6 +65,7 @@ class Attention(Layer):
         cos, sin = rope_tables(max_positions, head_dim, rope_theta, dtype)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
+        self.library: CudnnAttention | None = None  # a GPU's attention, bound at assembly (bind_attention)
 
     def forward(
         self, x: torch.Tensor, context: LayerContext, norm: RMSNorm | None = None, *, residual: bool = False
@@ -139,3 +144,10 @@ class _RotatedHeads(torch.autograd.Function):
 
         cos, sin = ctx.saved_tensors
         return rope.gather(dq, dk, dv, cos, sin), None, None
+
+
+def bind_attention(module: nn.Module, library: CudnnAttention | None) -> None:
+    """Give every attention of ``module`` the cuDNN of its device (assembly does, for layers on a GPU)."""
+    for layer in module.modules():
+        if isinstance(layer, Attention):
+            layer.library = library
