@@ -71,7 +71,7 @@ class Injected:
         self.fault.inject(self)
         for kind, run in self.engine._handlers.items():
             self.engine._handlers[kind] = lambda action, run=run: self._watched(action, run)  # type: ignore[misc]
-        self._name("_check_updated", END)
+        self._name("check_updated", END)
         self._name("_refresh", REFRESH)
         return self
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+PARTS = {"effects": 1, "node": 2, "operation": 3, "graph": 4}  # in the order in which a graph has them; the plan is 0
+LAST = 5
 LONGEST = 400  # characters of a line that an error quotes
 
 
@@ -23,9 +25,17 @@ def first_difference(saved: Sequence[str], now: Sequence[str]) -> str | None:
         a = saved[place] if place < len(saved) else None
         b = now[place] if place < len(now) else None
         if a != b:
+            if _part(a) < _part(b):  # a line more on one side; the other goes on with something else
+                b = None
+            elif _part(b) < _part(a):
+                a = None
             where = _where(saved if a is not None else now, place)
             return f"first in {where}: {_quoted(a)} was saved, {_quoted(b)} was captured"
     return None
+
+
+def _part(line: str | None) -> int:
+    return LAST if line is None else PARTS.get(line.split(" ", 1)[0], 0)
 
 
 def _where(lines: Sequence[str], place: int) -> str:

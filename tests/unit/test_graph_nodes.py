@@ -182,6 +182,18 @@ def test_the_first_difference_is_named(place, line, words):
     assert fingerprint(DOCUMENT) != fingerprint(changed)
 
 
+def test_a_line_more_is_told_of_the_graph_that_has_it():
+    """The other side goes on with something else there: that is no part of the difference."""
+    more = [*DOCUMENT[:7], "node kernel c", *DOCUMENT[7:]]
+    words = "first in graph 0F i=0 w=0, node 2: {} was saved, {} was captured"
+    assert first_difference(DOCUMENT, more) == words.format("nothing", "'node kernel c'")
+    assert first_difference(more, DOCUMENT) == words.format("'node kernel c'", "nothing")
+    more = [*DOCUMENT[:8], "operation sub", *DOCUMENT[8:]]
+    assert first_difference(more, DOCUMENT) == (
+        "first in graph 0F i=0 w=0, operation 1: 'operation sub' was saved, nothing was captured"
+    )
+
+
 def test_a_document_that_ends_early():
     assert first_difference(DOCUMENT, DOCUMENT) is None
     assert first_difference(DOCUMENT[:-1], DOCUMENT) == (

@@ -187,8 +187,8 @@ def line(cell: dict[str, Any]) -> str:
     if "bound" in cell:
         worst, control = cell["worst_relative_error"], cell["control_relative_error"]
         text = (
-            f"loss off by {cell['loss_relative_error']:.1e} (bound {cell['loss_bound']:g}), {cell['gradients']} gradients by at "
-            f"most {worst:.3f} (bound {cell['bound']:.3f}, control {control:.3f})"
+            f"loss off by {cell['loss_relative_error']:.1e} (bound {cell['loss_bound']:g}), {cell['gradients']} gradients by "
+            f"at most {worst:.3f} (bound {cell['bound']:.3f}, control {control:.3f})"
         )
         return f"{cell['cell']:52} {'within' if cell['ok'] else 'NOT WITHIN'}: {text}  [{cell['seconds']} s]"
     result = "equal" if cell["first"] is None else f"DIFFERENT: {cell['first']}"
