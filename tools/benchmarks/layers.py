@@ -77,6 +77,7 @@ class Size:
                 },
                 "graphs": {"backend": graphs},
                 "data": {"seq_len": self.tokens, "microbatch_size": 1},
+                "train": {"steps": 1},
             }
         )
 
