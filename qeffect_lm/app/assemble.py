@@ -213,7 +213,6 @@ def make_timeline(
         history=fp8.history,
         amax=fp8.amax,
         margin=fp8.margin,
-        idle_rolls=config.model.backend == "te" and fp8.window == "microbatch",
         device=device,
     )
     if isinstance(recipe, DelayedScaling):

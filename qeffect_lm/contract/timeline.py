@@ -59,8 +59,6 @@ class ScaleTimeline:
         history: length of the amax history.
         amax: ``max`` or ``most_recent``.
         margin: power of two by which scales stay below the format's edge.
-        idle_rolls: a slot that nobody reported to rolls a zero, as Transformer Engine's do (its slots start at zero). The weights'
-            slots are such in every microbatch but a step's first.
     """
 
     def __init__(
@@ -71,7 +69,6 @@ class ScaleTimeline:
         history: int = 16,
         amax: Literal["max", "most_recent"] | str = "max",
         margin: int = 0,
-        idle_rolls: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
         if window not in WINDOWS:
@@ -81,7 +78,7 @@ class ScaleTimeline:
         if len({role.name for role in roles}) != len(roles):
             raise ValueError("two roles have one name: they would share a scale")
         self.window = window
-        self.amax, self.margin, self.idle_rolls = amax, margin, idle_rolls
+        self.amax, self.margin = amax, margin
         self.roles = sorted(roles, key=lambda role: (role.direction is Direction.BACKWARD, role.name))
         self.index = {role.name: i for i, role in enumerate(self.roles)}
         self._direction = {role.name: role.direction for role in self.roles}
@@ -116,24 +113,29 @@ class ScaleTimeline:
         """Roll histories, make the next scales, clear the slots. ``skip`` (0-dim bool) keeps all but the clearing.
 
         A role whose slot is EMPTY or not finite does not roll and keeps its scale; an amax of 0 rolls but keeps the scale.
+        Window ``microbatch`` rolls as Transformer Engine's fused update does, bit for bit for all finite amax: there a slot of 0
+        is an idle one and does not roll, and a scale that would overflow becomes the largest float32 instead of keeping its value.
         """
         for direction in directions:
             rows = self._rows[direction]
             if rows.start == rows.stop:
                 continue
             amax, history, scale = self.open_amax[rows], self.history[rows], self.scale[rows]
-            if self.idle_rolls:
-                amax.clamp_(min=0.0)  # a NaN stays one
-            rolls = torch.isfinite(amax) & (amax >= 0) & ~skip
+            rolls = torch.isfinite(amax) & (amax > 0 if self.window == "microbatch" else amax >= 0) & ~skip
             if self.window == "microbatch":
                 self.spoilt.add_((~torch.isfinite(amax)).sum())
             rolled = torch.cat([amax[:, None], history[:, :-1]], dim=1)
             history.copy_(torch.where(rolls[:, None], rolled, history))
             peak = history.amax(dim=1) if self.amax == "max" else history[:, 0]
-            candidate = self.fp8_max[rows] / peak / 2.0**self.margin
+            candidate = self._candidate(self.fp8_max[rows], peak)
             good = rolls & (peak > 0) & torch.isfinite(candidate)
             scale.copy_(torch.where(good, candidate, scale))
             amax.fill_(EMPTY)
+
+    def _candidate(self, fp8_max: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
+        if self.window == "microbatch":
+            return (fp8_max * 2.0**-self.margin / peak).clamp(max=torch.finfo(torch.float32).max)
+        return fp8_max / peak / 2.0**self.margin
 
     def non_finite_(self, out: torch.Tensor) -> None:
         """``out`` (0-dim float64) = how many amax of this step were an infinity or a NaN; starts the next step's count.

@@ -88,7 +88,7 @@ class Attention(Layer):
         group = self.heads // self.kv_heads
         fused = self.qkv(x, context, norm).view(batch, sequence, self.kv_heads, group + 2, self.head_dim)
         if kernels.usable(fused) and context.cache is None:
-            q, k, v = _RotatedHeads.apply(fused, self.cos[:sequence], self.sin[:sequence])
+            q, k, v = RotatedHeads.apply(fused, self.cos[:sequence], self.sin[:sequence])
             return self.out(attend(q, k, v).reshape(batch, sequence, self.heads * self.head_dim), context)
         q = fused[:, :, :, :group].reshape(batch, sequence, self.heads, self.head_dim).transpose(1, 2)
         k = fused[:, :, :, group].transpose(1, 2)
@@ -118,7 +118,7 @@ class Attention(Layer):
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal and q.shape[2] > 1)
 
 
-class _RotatedHeads(torch.autograd.Function):
+class RotatedHeads(torch.autograd.Function):
     """The fused projection ``[batch, sequence, kv_heads, group + 2, head_dim]``, rotated in place → views of q, k and v.
 
     q is ``[batch, kv_heads, group, sequence, head_dim]``, k and v ``[batch, kv_heads, sequence, head_dim]``. Nothing of the

@@ -6,6 +6,7 @@ from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -408,19 +409,57 @@ def test_a_delayed_product_of_another_make_is_an_error():
         product.run("layer", torch.zeros(2), 0)
 
 
-def test_idle_slots_roll_zeros_only_where_asked():
-    """Transformer Engine's slots start at zero and always roll; ours keep what they have."""
-    roles = [ScaleRole("w", Direction.FORWARD, 448.0)]
-    never = torch.zeros((), dtype=torch.bool)
-    for idle_rolls, history in ((False, [8.0, 0.0, 0.0]), (True, [0.0, 8.0, 0.0])):
-        timeline = ScaleTimeline(roles, window="microbatch", history=3, idle_rolls=idle_rolls)
-        timeline.slot_of("w").fill_(8.0)
-        timeline.roll_(never)
-        timeline.roll_(never)
-        assert timeline.history[0].tolist() == history and float(timeline.scale[0]) == 56.0
-        timeline.slot_of("w").fill_(float("nan"))
-        timeline.roll_(never)
-        assert timeline.history[0].tolist() == history
+class LibraryRoll:
+    """One slot of Transformer Engine's fused update: the open amax is row 0, the newest of the rest the last row; a slot that
+    is zero (nobody wrote it, or nothing but zeros) is left alone; a scale that overflows becomes the largest float32."""
+
+    def __init__(self, top: float, length: int, algorithm: str, margin: int) -> None:
+        self.rows, self.scale = np.zeros(length, np.float32), np.float32(1)
+        self.scaled_max, self.most_recent = np.float32(top) * np.float32(2.0**-margin), algorithm == "most_recent"
+
+    def __call__(self, amax: float) -> None:
+        last = np.float32(amax)
+        if last == 0:
+            return
+        seen = np.append(self.rows[1:], last)
+        self.rows = np.append(np.float32(0), seen[1:])
+        with np.errstate(over="ignore"):
+            self.scale = np.minimum(self.scaled_max / (last if self.most_recent else seen.max()), np.finfo(np.float32).max)
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("margin", [0, 2])
+def test_window_microbatch_rolls_as_transformer_engine_does(algorithm, margin):
+    """Changing, idle, zero and tiny amax: scales and histories bit for bit; a weight is cast in one microbatch of four."""
+    directions = {Direction.FORWARD: 448.0, Direction.BACKWARD: 57344.0}
+    roles = [ScaleRole(f"{d}.{i}", d, top) for d, top in directions.items() for i in range(3)]
+    never, draw = torch.zeros((), dtype=torch.bool), np.random.default_rng(0)
+    line = ScaleTimeline(roles, window="microbatch", history=4, amax=algorithm, margin=margin)
+    theirs = {role.name: LibraryRoll(role.fp8_max, 4, algorithm, margin) for role in roles}
+    scales = set()
+    for microbatch in range(40):
+        for number, role in enumerate(roles):
+            idle = number % 3 == 0 and microbatch % 4 != 0
+            amax = 0.0 if idle or draw.random() < 0.1 else float(10.0 ** draw.uniform(-38 if microbatch % 7 == 0 else -3, 3))
+            theirs[role.name](amax)
+            if amax or draw.random() < 0.5:
+                line.slot_of(role.name).fill_(amax)
+        line.roll_(never)
+        for role in roles:
+            row, other = line.index[role.name], theirs[role.name]
+            assert np.float32(line.scale[row]) == other.scale, (microbatch, role.name)
+            assert line.history[row, :3].tolist() == other.rows[:0:-1].tolist()
+            scales.add(float(other.scale))
+    assert len(scales) > 60 and float(np.finfo(np.float32).max) in scales
+
+
+def test_a_spoilt_amax_rolls_in_no_window():
+    for window in ("step", "microbatch"):
+        timeline = ScaleTimeline([ScaleRole("w", Direction.FORWARD, 448.0)], window=window, history=3)
+        for amax in (8.0, float("nan"), float("inf")):
+            timeline.slot_of("w").fill_(amax)
+            timeline.roll_(torch.zeros((), dtype=torch.bool))
+            assert timeline.history[0].tolist() == [8.0, 0.0, 0.0] and float(timeline.scale[0]) == 56.0
 
 
 def test_block_scaling_without_a_kernel_of_it_is_plain_maths():

@@ -114,9 +114,9 @@ def rotated_heads(attention: Attention, fused: torch.Tensor) -> tuple[torch.Tens
     fused = fused.view(batch, sequence, attention.kv_heads, group + 2, d)
     cos, sin = attention.cos[:sequence], attention.sin[:sequence]
     if kernels.usable(fused):
-        from qeffect_lm.layers.attention import _RotatedHeads
+        from qeffect_lm.layers.attention import RotatedHeads
 
-        q, k, v = _RotatedHeads.apply(fused, cos, sin)
+        q, k, v = RotatedHeads.apply(fused, cos, sin)
         q, k, v = q.permute(0, 3, 1, 2, 4), k.transpose(1, 2), v.transpose(1, 2)
         return q.reshape(batch, sequence, attention.heads, d), k.contiguous(), v.contiguous()
     q = fused[:, :, :, :group].reshape(batch, sequence, attention.heads, d).transpose(1, 2)
