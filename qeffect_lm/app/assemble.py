@@ -42,8 +42,10 @@ from qeffect_lm.graphs.cuda_graphs import CudaGraphs
 from qeffect_lm.graphs.document import fingerprint
 from qeffect_lm.graphs.host_replay import HostReplay
 from qeffect_lm.graphs.register import HiddenStateRegister, Rule
+from qeffect_lm.kernels import cudnn_attention
 from qeffect_lm.kernels.cublaslt import CublasLt
 from qeffect_lm.layers import te
+from qeffect_lm.layers.attention import bind_attention
 from qeffect_lm.layers.base import direct_layers, named_parameters
 from qeffect_lm.layers.linear import SplitLinear, bind_products
 from qeffect_lm.optim.adamw import AdamW
@@ -267,8 +269,10 @@ def assemble(
         linear.cached = cache.cached.get(linear.weight_name)
     if device.type == "cuda":
         products = CublasLt(device)
+        attention = cudnn_attention.load(device) if library is None else None
         for chunk in chunks.values():
             bind_products(chunk, products)
+            bind_attention(chunk, attention)
     hidden: dict[str, torch.Tensor] = {}
     if library is not None and isinstance(cache, te.TEWeightCache):
         shape = (config.data.microbatch_size, config.data.seq_len)

@@ -14,12 +14,12 @@ import torch.nn.functional as functional
 from torch import nn
 
 from qeffect_lm import kernels
+from qeffect_lm.layers import sdpa
 from qeffect_lm.layers.base import Layer
 from qeffect_lm.layers.context import LayerContext
 from qeffect_lm.layers.linear import SplitLinear
 from qeffect_lm.layers.norm import RMSNorm
 from qeffect_lm.layers.rope import apply_rope, rope_tables
-from qeffect_lm.layers.sdpa import attend
 
 if TYPE_CHECKING:
     from qeffect_lm.kernels.cudnn_attention import CudnnAttention
@@ -88,8 +88,12 @@ class Attention(Layer):
         group = self.heads // self.kv_heads
         fused = self.qkv(x, context, norm).view(batch, sequence, self.kv_heads, group + 2, self.head_dim)
         if kernels.usable(fused) and context.cache is None:
-            q, k, v = RotatedHeads.apply(fused, self.cos[:sequence], self.sin[:sequence])
-            return self.out(attend(q, k, v).reshape(batch, sequence, self.heads * self.head_dim), context)
+            cos, sin = self.cos[:sequence], self.sin[:sequence]
+            if self.library is not None and self.library.takes(fused):
+                y = _RotatedAttention.apply(fused, cos, sin, self.library)
+            else:
+                y = sdpa.attend(*RotatedHeads.apply(fused, cos, sin))
+            return self.out(y.reshape(batch, sequence, self.heads * self.head_dim), context)
         q = fused[:, :, :, :group].reshape(batch, sequence, self.heads, self.head_dim).transpose(1, 2)
         k = fused[:, :, :, group].transpose(1, 2)
         v = fused[:, :, :, group + 1].transpose(1, 2)
@@ -144,6 +148,28 @@ class RotatedHeads(torch.autograd.Function):
 
         cos, sin = ctx.saved_tensors
         return rope.gather(dq, dk, dv, cos, sin), None, None
+
+
+class _RotatedAttention(torch.autograd.Function):
+    """The fused projection, rotated in place, and the library's attention: ``[batch, sequence, kv_heads, group, head_dim]``."""
+
+    @staticmethod
+    def forward(ctx: Any, fused: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, library: CudnnAttention) -> torch.Tensor:
+        from qeffect_lm.kernels import rope
+
+        turned = fused.detach()
+        rope.rotate_(turned, cos, sin)
+        y, lse = library.forward(turned)
+        ctx.save_for_backward(turned, y, lse, cos, sin)
+        ctx.library = library
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        from qeffect_lm.kernels import rope
+
+        turned, y, lse, cos, sin = ctx.saved_tensors
+        return rope.gather(*rope.heads(ctx.library.backward(turned, y, lse, dy)), cos, sin), None, None, None
 
 
 def bind_attention(module: nn.Module, library: CudnnAttention | None) -> None:

@@ -149,7 +149,7 @@ class FusedAttention(torch.autograd.Function):
         fused = fused.view(batch, sequence, attention.kv_heads, attention.heads // attention.kv_heads + 2, attention.head_dim)
         cos, sin = attention.cos[:sequence], attention.sin[:sequence]
         rope.rotate_(fused, cos, sin)
-        y, saved = sdpa.forward(*rope.heads(fused))
+        y, saved = sdpa.forward(fused, attention.library)
         result = attention.out.product(y.reshape(batch * sequence, -1), context, residual=flat if residual else None)
         ctx.save_for_backward(flat, _statistics(quantiser), fused, y, cos, sin, *saved.tensors)
         ctx.attention, ctx.rms, ctx.context, ctx.residual = attention, rms, context, residual
@@ -163,7 +163,7 @@ class FusedAttention(torch.autograd.Function):
         dy = dy.reshape(-1, attention.out.out_features)
         d_y = attention.out.input_grad(dy, context, True)
         saved = sdpa.Saved(tuple(tensors), ctx.lengths)
-        dq, dk, dv = sdpa.backward(d_y.view(y.shape), *rope.heads(fused), y, saved)
+        dq, dk, dv = sdpa.backward(d_y.view(y.shape), fused, y, saved, attention.library)
         dx = attention.qkv.input_grad(dq, context, True, RotaryBackwardQuantiser(dk, dv, cos, sin))
         dx = _input_grad(ctx.rms, flat, rstd, dx, dy if ctx.residual else None, context)
         return dx.view(ctx.shape), None, None, None, None

@@ -1,9 +1,12 @@
-"""Causal attention of grouped queries through torch's ``scaled_dot_product_attention``: by cuDNN where it takes the case.
+"""Causal attention of grouped queries: by cuDNN where it takes the case, through ``library`` or else torch's SDPA.
 
-Everywhere ``q`` is ``[batch, kv_heads, group, sequence, head_dim]``, ``k`` and ``v`` are ``[batch, kv_heads, sequence,
-head_dim]`` and the result is ``[batch, sequence, kv_heads, group, head_dim]``, of any strides. Where there is one sequence,
-each KV head with its queries is an item of the batch: grouped rows then need no copy (their query heads have no common stride).
-cuDNN's backward is deterministic under ``torch.use_deterministic_algorithms(True)``.
+``library`` is :class:`~qeffect_lm.kernels.cudnn_attention.CudnnAttention`, whose backward repeats bit for bit. torch asks cuDNN
+for no such backward: under ``torch.use_deterministic_algorithms(True)`` its SDPA does without cuDNN, and is slower.
+
+``qkv`` is the fused projection ``[batch, sequence, kv_heads, group + 2, head_dim]``, rotated. Parts of it are ``q`` ``[batch,
+kv_heads, group, sequence, head_dim]``, ``k`` and ``v`` ``[batch, kv_heads, sequence, head_dim]``, and the result is ``[batch,
+sequence, kv_heads, group, head_dim]``, of any strides. torch gets one sequence as a batch of KV heads, each with its queries:
+grouped rows then need no copy (their query heads have no common stride).
 """
 
 from __future__ import annotations
@@ -11,18 +14,23 @@ from __future__ import annotations
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as functional
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+if TYPE_CHECKING:
+    from qeffect_lm.kernels.cudnn_attention import CudnnAttention
+
 _Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What the backward of :func:`forward` needs besides q, k, v and the result; empty where it computes the forward again."""
+    """What the backward of :func:`forward` needs besides qkv and the result: the rows' log-sum-exp where the library ran, what
+    torch made for cuDNN with ``lengths``, nothing where it computes the forward again."""
 
     tensors: tuple[torch.Tensor | None, ...] = ()
     lengths: tuple[int, int] | None = None
@@ -33,8 +41,12 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return _result(q, _attend(*_operands(q, k, v)))
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Saved]:
-    """As :func:`attend`, for a caller that is an autograd node itself."""
+def forward(qkv: torch.Tensor, library: CudnnAttention | None = None) -> tuple[torch.Tensor, Saved]:
+    """Attention for a caller that is an autograd node itself."""
+    if library is not None and library.takes(qkv):
+        y, lse = library.forward(qkv)
+        return y, Saved((lse,))
+    q, k, v = _parts(qkv)
     heads = _operands(q, k, v)
     if not _by_cudnn(*heads):
         return _result(q, _attend(*heads)), Saved()
@@ -44,9 +56,13 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Te
 
 
 def backward(
-    dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, y: torch.Tensor, saved: Saved
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dy: torch.Tensor, qkv: torch.Tensor, y: torch.Tensor, saved: Saved, library: CudnnAttention | None = None
+) -> _Heads:
     """Gradients of q, k and v in their shapes, of any strides; ``y`` and ``saved`` are what :func:`forward` gave."""
+    if library is not None and len(saved.tensors) == 1:
+        assert saved.tensors[0] is not None
+        return _parts(library.backward(qkv, y, saved.tensors[0], dy))
+    q, k, v = _parts(qkv)
     heads = _operands(q, k, v)
     wanted = _as_operand(dy)
     if saved.lengths is None:
@@ -63,6 +79,12 @@ def backward(
     if q.shape[0] == 1:
         return dq[None], dk.transpose(0, 1), dv.transpose(0, 1)
     return dq.unflatten(1, q.shape[1:3]), dk, dv
+
+
+def _parts(qkv: torch.Tensor) -> _Heads:
+    from qeffect_lm.kernels import rope
+
+    return rope.heads(qkv)
 
 
 def _operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Heads:
