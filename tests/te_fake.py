@@ -8,6 +8,8 @@ that max-merge into ``amax``, cached weights read with ``is_first_microbatch=Fal
 from __future__ import annotations
 
 import queue
+import weakref
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +56,38 @@ class Quantizer:
         return (fp8.float() / self.scale).to(x.dtype)
 
 
+class Storage:
+    """A quantised activation, as Float8TensorStorage: made with its data only, which leaves it while autograd saves it."""
+
+    _INNER_TENSORS = (("_data", "data"),)
+
+    def __new__(cls, *, data: torch.Tensor) -> Storage:
+        made = object.__new__(cls)
+        made._data = data
+        return made
+
+    def prepare_for_saving(self) -> torch.Tensor:
+        data, self._data = self._data, None
+        return data
+
+    def restore_from_saved(self, data: torch.Tensor) -> torch.Tensor:
+        assert self._data is None, "a second backward fills a storage that the first one's weight gradient still holds"
+        self._data = data
+        return data
+
+
+@dataclass(slots=True)
+class BackwardArguments:
+    """What Linear's backward reads, and takes apart."""
+
+    accumulate: bool
+    weight: Any
+    x: Any = None
+
+    def setup_saved_tensors(self, x: Any) -> None:
+        self.x = x
+
+
 class CachedWeight:
     """As Float8Tensor: views of storages that are given."""
 
@@ -75,10 +109,11 @@ class CachedWeight:
         return (self._data.view(torch.float8_e4m3fn).float() * self._scale_inv).to(dtype)
 
 
-def delayed_product(store: Store, x: torch.Tensor, dy: torch.Tensor, weight: torch.nn.Parameter, accumulate: bool) -> None:
+def delayed_product(store: Store, x: Any, dy: torch.Tensor, weight: torch.nn.Parameter, accumulate: bool) -> None:
     kwargs = {"accumulate": accumulate, "out": weight.main_grad}
 
-    def product(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    def product(x: Any, dy: torch.Tensor) -> torch.Tensor:
+        x = x._data if isinstance(x, Storage) else x
         gradient = dy.float().t() @ x.float()
         out = kwargs["out"]
         return out.add_(gradient) if kwargs["accumulate"] else out.copy_(gradient)
@@ -106,28 +141,35 @@ class _Products(torch.autograd.Function):
             gate, up = hidden.chunk(2, -1)
             act = module.quantise("scaling_fwd", FORWARD.GEMM2_INPUT, functional.silu(gate) * up)
             y = act @ w[1].t()
-        ctx.save_for_backward(flat, rstd, inputs, hidden, act)
-        ctx.tensor_objects = [w, weights, norm]
-        ctx.module, ctx.shape, ctx.accumulate = module, x.shape, True
+        storage = Storage(data=inputs)
+        ctx.save_for_backward(flat, rstd, storage.prepare_for_saving(), hidden, act)
+        ctx.tensor_objects = [None, storage]
+        ctx.held, ctx.backward_objects = (w, weights, norm), BackwardArguments(True, weakref.ref(weights[0]))
+        ctx.module, ctx.shape = module, x.shape
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         assert ctx.tensor_objects is not None, "ctx must have .tensor_objects to restore saved tensors"
         flat, rstd, inputs, hidden, act = ctx.saved_tensors
-        (w, weights, norm), ctx.tensor_objects = ctx.tensor_objects, None
+        (_, storage), ctx.tensor_objects = ctx.tensor_objects, None
+        bag, ctx.backward_objects = ctx.backward_objects, None
+        storage.restore_from_saved(inputs)
+        bag.setup_saved_tensors(storage)
+        first, bag.weight = bag.weight, None
+        w, weights, norm = ctx.held
         module = ctx.module
         dy = dy.reshape(-1, dy.shape[-1])
         if len(w) == 2:
             dy = module.quantise("scaling_bwd", BACKWARD.GRAD_OUTPUT2, dy)
-            delayed_product(module.wgrad_store, act, dy, weights[1], ctx.accumulate)
+            delayed_product(module.wgrad_store, act, dy, weights[1], bag.accumulate)
             d_act = (dy @ w[1]).float()
             gate, up = hidden.float().chunk(2, -1)
             s = torch.sigmoid(gate)
             dy = torch.cat([d_act * up * (s + gate * s * (1 - s)), d_act * gate * s], -1).to(flat.dtype)
             hidden.data = torch.empty(0, dtype=hidden.dtype)  # clear_tensor_data
         dy = module.quantise("scaling_bwd", BACKWARD.GRAD_OUTPUT1, dy)
-        delayed_product(module.wgrad_store, inputs, dy, weights[0], ctx.accumulate)
+        delayed_product(module.wgrad_store, bag.x, dy, first(), bag.accumulate)
         dx = dy @ w[0]
         dnorm = None
         if rstd is not None:
@@ -230,6 +272,7 @@ def fake_library(device: str = "cpu") -> Library:
             FP8GlobalStateManager=SimpleNamespace(quantization_state=SimpleNamespace(skip_fp8_weight_update_tensor=None))
         ),
         "pytorch.cpp_extensions.gemm": SimpleNamespace(get_cublas_workspace=lambda *_: workspace),
+        "pytorch.attention.dot_product_attention": SimpleNamespace(_attention_backends={"use_unfused_attention": False}),
         "pytorch.attention.dot_product_attention.utils": SimpleNamespace(get_full_cu_seqlens=lambda *_: offsets),
     }
     return Library("2.20.2", modules, torch.device(device))

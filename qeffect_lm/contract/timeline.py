@@ -113,8 +113,8 @@ class ScaleTimeline:
         """Roll histories, make the next scales, clear the slots. ``skip`` (0-dim bool) keeps all but the clearing.
 
         A role whose slot is EMPTY or not finite does not roll and keeps its scale; an amax of 0 rolls but keeps the scale.
-        Window ``microbatch`` rolls as Transformer Engine's fused update does, bit for bit for all finite amax: there a slot of 0
-        is an idle one and does not roll, and a scale that would overflow becomes the largest float32 instead of keeping its value.
+        Window ``microbatch`` rolls as Transformer Engine's fused update, bit for bit for all finite amax: there a slot of 0 is
+        idle and does not roll, and a scale that would overflow becomes the largest float32 instead of keeping its value.
         """
         for direction in directions:
             rows = self._rows[direction]

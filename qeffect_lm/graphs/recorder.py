@@ -118,6 +118,14 @@ class Recorder(TorchDispatchMode):
                 )
         self.lines.append(self._describe(name, arguments, {}))
 
+    def adopt(self, made: Iterable[torch.Tensor]) -> None:
+        """Such a kernel made these tensors and hands them out: known from here on, as if an operation had made them."""
+        for tensor in made:
+            if storage_id(tensor) not in self.known and not self.register.knows(tensor):
+                self.known[storage_id(tensor)] = f"made.{self.count}"
+                self.count += 1
+                self.keep(tensor)
+
     def keep(self, made: torch.Tensor) -> None:
         """An operation made a tensor; its storage's identity must not be given to another one before the graph dies."""
         raise NotImplementedError

@@ -18,12 +18,15 @@ from qeffect_lm.app.assemble import Assembly, assemble
 from qeffect_lm.contract.errors import CaptureError, LeaseError
 from qeffect_lm.contract.leases import Slot
 from qeffect_lm.contract.timeline import Direction, ScaleRole, ScaleTimeline
-from qeffect_lm.errors import UsageError
+from qeffect_lm.errors import QEffectError, UsageError
 from qeffect_lm.graphs.host_replay import HostReplay
 from qeffect_lm.graphs.recorder import Recorder
 from qeffect_lm.layers import te
+from qeffect_lm.layers.attention import Attention
 from qeffect_lm.layers.base import named_parameters, split_layers
 from qeffect_lm.layers.context import LayerContext, Phase
+from qeffect_lm.layers.rope import apply_rope
+from qeffect_lm.layers.te import block as te_block
 from qeffect_lm.layers.te import library as te_library
 from qeffect_lm.layers.te.weight_grad import DelayedProduct, take
 from tests.te_fake import Store, fake_library
@@ -185,6 +188,27 @@ def test_both_backends_have_the_same_parameters_and_weight_gradients():
     assert parameters_of("te") == parameters_of("native")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rotated_heads_turn_as_the_native_attention_does(dtype):
+    """q, k and v of the fused projection in Transformer Engine's layout, against the native layer's, back as well."""
+    heads = {"heads": 4, "kv_heads": 2, "head_dim": 8}
+    attention = Attention("a", None, None, **heads, max_positions=16, rope_theta=1e4, dtype=dtype)  # type: ignore[arg-type]
+    fused = torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    q, k, v = te_block.rotated_heads(attention, fused)
+    assert (q.shape, k.shape, v.shape) == ((2, 6, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8))
+    assert all(t.is_contiguous() and t.dtype is dtype for t in (q, k, v))
+    parts = fused.view(2, 6, 2, 4, 8)
+    assert torch.equal(v, parts[:, :, :, 3])
+    for head in range(4):
+        plain = apply_rope(parts[:, :, head // 2, head % 2][:, None], attention.cos[:6], attention.sin[:6])[:, 0]
+        assert torch.equal(q[:, :, head], plain)
+    assert not torch.equal(q[:, 1:], parts[:, 1:, :, :2].reshape(2, 5, 4, 8))  # it does turn
+    sum((t.float() ** 2).sum() for t in (q, k, v)).backward()  # a rotation keeps lengths
+    assert torch.allclose(fused.grad.float(), 2 * fused.detach().float(), atol=0.05 if dtype is torch.bfloat16 else 1e-5)
+    with pytest.raises(ValueError, match="position 17 is past the table of 16"):
+        te_block.rotated_heads(attention, torch.zeros(1, 17, 64))
+
+
 @pytest.mark.parametrize("window", ["step", "microbatch"])
 def test_training_moves(faked, window):
     run = train(settings(window=window), 5)
@@ -299,6 +323,17 @@ def test_a_tape_that_is_not_kept_runs_once(faked):
         slot.saved = saved
         with pytest.raises((RuntimeError, AttributeError)):
             act(assembly, "I", 5, slot, 1)
+
+
+def test_unfused_attention_is_refused(monkeypatch):
+    library = fake_library()
+    library.modules["pytorch.attention.dot_product_attention"]._attention_backends["use_unfused_attention"] = True
+    monkeypatch.setattr(te, "load", lambda device, recipe: library)
+    words = r"layers.2.attention.core: .*no fused attention kernel.*NVTE_DEBUG=1.*CUDNN_HOME=.*model.backend=native"
+    assembly, stage = middle()
+    assembly.ledger.begin_step(0)
+    with pytest.raises(QEffectError, match=words):
+        act(assembly, "F", 0, filled(stage, 1))
 
 
 def test_evaluation_writes_no_amax(faked):

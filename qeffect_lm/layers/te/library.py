@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from qeffect_lm.errors import UsageError
+from qeffect_lm.errors import QEffectError, UsageError
 
 PACKAGE, BINDING = "transformer-engine", "transformer-engine-torch"
 CORES = ("transformer-engine-cu12", "transformer-engine-cu13")
@@ -54,6 +54,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "pytorch.module._common": ("WeightGradStore.put", "WeightGradStore.pop"),
     "pytorch.quantization": ("FP8GlobalStateManager.quantization_state",),
     "pytorch.cpp_extensions.gemm": ("get_cublas_workspace",),
+    "pytorch.attention.dot_product_attention": ("_attention_backends",),
     "pytorch.attention.dot_product_attention.utils": ("get_full_cu_seqlens",),
 }
 
@@ -88,6 +89,15 @@ class Library:
         """The cached int32 ``[batch + 1]`` of sequence starts that its attention keeps for this shape."""
         utils = self.modules["pytorch.attention.dot_product_attention.utils"]
         return utils.get_full_cu_seqlens(batch, sequence, self.device)
+
+    def check_attention(self, name: str) -> None:
+        """After an attention ran. Raises QEffectError where the kernel chosen for it was none of its fused ones."""
+        if self.modules["pytorch.attention.dot_product_attention"]._attention_backends["use_unfused_attention"]:
+            raise QEffectError(
+                f"{name}: Transformer Engine found no fused attention kernel for these shapes and took its unfused one, which "
+                "keeps the whole score matrix. NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 in the environment make it print why. Often "
+                f"another cuDNN than torch's was found: export CUDNN_HOME={torch_cudnn()}; or {NATIVE}"
+            )
 
     @contextmanager
     def holding_still(self) -> Iterator[None]:

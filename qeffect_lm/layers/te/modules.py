@@ -198,6 +198,7 @@ class CoreAttention(Part):
 
     def compute(self, *inputs: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self._module(*inputs)
+        self.library.check_attention(self.name)
         return out
 
     def touches(self) -> list[torch.Tensor]:

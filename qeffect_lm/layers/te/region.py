@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
-from qeffect_lm.graphs.register import storage_id
 from qeffect_lm.layers.context import LayerContext
 
 if TYPE_CHECKING:
@@ -90,16 +89,7 @@ def opaque(library: Library, label: str, arguments: Iterable[torch.Tensor]) -> I
     with nullcontext() if mode is None else _disable_current_modes(), library.holding_still():
         yield made
     if recorder is not None:
-        adopt(recorder, made)
-
-
-def adopt(recorder: Any, made: Iterable[torch.Tensor]) -> None:
-    """Make tensors of foreign kernels known to a capture, as if an operation had made them there."""
-    for tensor in made:
-        if storage_id(tensor) not in recorder.known and not recorder.register.knows(tensor):
-            recorder.known[storage_id(tensor)] = f"made.{recorder.count}"
-            recorder.count += 1
-            recorder.keep(tensor)
+        recorder.adopt(made)
 
 
 class Tape:
@@ -159,17 +149,17 @@ def _saved(node: Any) -> list[torch.Tensor]:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of what backward changes in place: lists of tensor objects, and bags of arguments."""
-    if isinstance(value, (list, tuple)):
-        return type(value)([_copied(item) for item in value]) if type(value) in (list, tuple) else value
-    if isinstance(value, torch.Tensor) or not type(value).__module__.startswith("transformer_engine."):
+    """A copy of what backward changes in place: lists of tensor objects, storages of quantised tensors in them (backward fills
+    and empties them), and a linear's bag of arguments. Quantizers, stores and recipes are shared, and stay so."""
+    if type(value) in (list, tuple):
+        return type(value)([_copied(item) for item in value])
+    if isinstance(value, torch.Tensor):
         return value
-    return copy.copy(value) if _is_bag(value) else value
-
-
-def _is_bag(value: Any) -> bool:
-    """A dataclass of arguments, or the storage of a quantised tensor: never a quantizer or a store, which are shared."""
-    return hasattr(value, "__dataclass_fields__") or hasattr(value, "restore_from_saved")
+    if hasattr(value, "restore_from_saved"):  # its constructor wants tensors, which it does not have while they are saved
+        copied = object.__new__(type(value))
+        vars(copied).update(vars(value))
+        return copied
+    return copy.copy(value) if hasattr(value, "setup_saved_tensors") else value
 
 
 class _Region(torch.autograd.Function):
