@@ -12,7 +12,7 @@ from pipeline.actions import Kind
 from pipeline.engine import Captured, Engine
 from pipeline.plan import GraphKey
 from pipeline.program import COLLECTIVE
-from pipeline.step_graph import cut, make
+from pipeline.step_graph import GraphMarks, cut, make
 from qeffect_lm.contract.leases import Slot
 from qeffect_lm.contract.ledger import Scope, Summary
 from qeffect_lm.graphs.backend import Graph, GraphBackend
@@ -46,12 +46,13 @@ def capture(engine: Engine, backend: GraphBackend, register: HiddenStateRegister
 
 
 def capture_step(
-    engine: Engine, backend: GraphBackend, register: HiddenStateRegister, *, optimizer: bool = True
+    engine: Engine, backend: GraphBackend, register: HiddenStateRegister, *, optimizer: bool = True, timed: bool = False
 ) -> Captured:
     """Capture the rank's whole step as one graph (:mod:`pipeline.step_graph`), and install it; collective over the pipeline.
 
     The step runs under the ledger while it is captured: a plan that breaks the contract raises here. ``optimizer`` False leaves
-    the step's end in graphs of its own. Otherwise as :func:`capture`.
+    the step's end in graphs of its own; ``timed`` has the graph record when each F, I and W begins and ends (GPU). Otherwise as
+    :func:`capture`.
     """
     captured = Captured(check_addresses=register.check_watched)
     inside = engine.actions[: cut(engine.actions, optimizer)]
@@ -72,9 +73,11 @@ def capture_step(
             else:
                 engine.settle()
 
+        marks = GraphMarks()
         with ledger.recording(checked=True), engine.rehearsal(backend.across):
+            engine.watch = marks if timed else None
             graph = backend.capture(f"the step of rank {engine.rank}", work, register=register)
-        captured.step = make(engine, graph, optimizer)
+        captured.step = make(engine, graph, optimizer, marks.marks)
         if not optimizer:
             with ledger.recording():
                 _capture_end(engine, backend, register, captured)
@@ -92,7 +95,7 @@ def _preparing(engine: Engine, backend: GraphBackend, register: HiddenStateRegis
         with transaction(register, engine.ledger, copy_guarded=not backend.warms_up):
             yield
     finally:
-        engine.summaries = None
+        engine.summaries = engine.watch = None
         for stage in engine.stages.values():
             for slot in stage.slots:
                 slot.saved = None

@@ -178,12 +178,16 @@ class Meter:
         }
 
     def start(self) -> StepWatch:
-        """Watch the engine's next step."""
+        """Watch the engine's next step. A captured whole step is its own watch: its graph records the times."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             self._allocated = torch.cuda.memory_allocated(self._device)
         watch = StepWatch(self._engine, self.sizes, self._device)
-        self._engine.watch = watch
+        captured = self._engine.captured
+        if captured is not None and captured.step is not None:
+            watch.marks = list(captured.step.marks)
+        else:
+            self._engine.watch = watch
         return watch
 
     def report(self, watch: StepWatch) -> dict[str, float | list[float] | list[int]]:
@@ -200,17 +204,24 @@ class Meter:
         chunks = plan.placement.num_chunks
         times = watch.times()
         means = [_mean(times.get((kind, chunk), ())) for kind in KINDS for chunk in range(chunks)]
+        whole = engine.captured is not None and engine.captured.step is not None
         leases = plan.slots[engine.rank].w_slots.peak  # a lease is held as long as its W-slot
-        mine = [watch.span(), watch.busy(), watch.held, leases, *self._bytes(watch), *means]
+        held = [0, 0, 0, 0] if whole else [watch.held, leases, *self._bytes(watch)]
+        mine = [watch.span(), watch.busy(), *held, *means]
         rows = torch.zeros(plan.num_ranks, len(mine), dtype=torch.float64)
         gather_rows(rows, torch.tensor(mine, dtype=torch.float64), engine.mesh, "pp")
         span, busy = rows[:, 0].tolist(), rows[:, 1].tolist()
         t_f, t_i, t_w = rows[:, 6:].sum(0).view(3, chunks).tolist()  # a chunk is on one rank, the others say 0
         counts = rows[:, 2:6].to(torch.int64).t().tolist()
-        return {
+        bubbles = {
             "bubble": (max(span) - max(busy)) / max(span),
             "bubble_predicted": simulate(plan, t_f, t_i, t_w, self._t_comm).bubble,
             "bubble_per_rank": [(a - b) / a for a, b in zip(span, busy, strict=True)],
+        }
+        if whole:  # one pool for everything: what a microbatch holds in it cannot be told apart
+            return bubbles
+        return {
+            **bubbles,
             "peak_leases": counts[0],
             "peak_leases_predicted": counts[1],
             "peak_activation_bytes": counts[2],

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from pipeline.actions import Action, Kind
 from pipeline.effects import rank_program
 from pipeline.epochs import directions_of
@@ -32,6 +34,26 @@ if TYPE_CHECKING:
     from pipeline.engine import Engine
 
 WHO = "the step's graph"
+Mark = tuple[Action, "torch.cuda.Event", "torch.cuda.Event"]
+
+
+class GraphMarks:
+    """An engine's watch while a step is captured on a GPU: each replay records the events anew."""
+
+    def __init__(self) -> None:
+        self.marks: list[Mark] = []
+
+    def begin(self, action: Action) -> None:
+        self._began = self._event()
+
+    def end(self, action: Action) -> None:
+        self.marks.append((action, self._began, self._event()))
+
+    @staticmethod
+    def _event() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[call-arg]
+        event.record()
+        return event
 
 
 @dataclass(frozen=True)
@@ -44,6 +66,7 @@ class StepGraph:
         inside: what the graph runs; ``rest`` are the plan's actions after it (none with the optimizer inside).
         program: the same as operations, for traces.
         summaries: of every F, I and W by graph key.
+        marks: events that the graph records before and after each of them, if it was captured with them.
     """
 
     graph: Graph
@@ -53,6 +76,7 @@ class StepGraph:
     rest: tuple[Action, ...]
     program: tuple[Op, ...]
     summaries: Mapping[GraphKey, Summary]
+    marks: tuple[Mark, ...] = ()
 
     def replay(self, engine: Engine) -> None:
         """Account for one step, launch the graph, and run what is left of the step.
@@ -139,7 +163,7 @@ def cut(actions: Sequence[Action], optimizer: bool) -> int:
     return next(place for place, action in enumerate(actions) if action.kind is Kind.REDUCE)
 
 
-def make(engine: Engine, graph: Graph, optimizer: bool) -> StepGraph:
+def make(engine: Engine, graph: Graph, optimizer: bool, marks: Sequence[Mark] = ()) -> StepGraph:
     """The account of a captured step; ``engine.summaries`` holds those of its actions."""
     assert engine.summaries is not None
     place = cut(engine.actions, optimizer)
@@ -150,7 +174,7 @@ def make(engine: Engine, graph: Graph, optimizer: bool) -> StepGraph:
         program = program[:end]
     program = tuple(op for op in program if op.kind not in (BEGIN, END) and op.work != "DIVISOR")
     body = _body(engine, [a for a in inside if a.is_compute or a.kind is Kind.COMMIT], engine.summaries)
-    return StepGraph(graph, body, _union(program), inside, rest, program, dict(engine.summaries))
+    return StepGraph(graph, body, _union(program), inside, rest, program, dict(engine.summaries), tuple(marks))
 
 
 def _body(engine: Engine, actions: Sequence[Action], summaries: Mapping[GraphKey, Summary]) -> BodySummary:

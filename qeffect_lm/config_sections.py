@@ -261,6 +261,12 @@ class GraphsConfig(Section):
         "graphs of its own.",
         on_resume="warn",
     )
+    timed: bool = _key(
+        False,
+        "With scope step on a GPU: the graph records when each F, I and W begins and ends, which the bubble in the metrics "
+        "needs and which costs a microsecond or two each. Graphs of actions are always timed.",
+        on_resume="warn",
+    )
 
 
 class ContractConfig(Section):

@@ -126,7 +126,8 @@ class Assembly:
                     self.register.add(f"cache/{name}", tensor, owner="cache", rule=Rule.CONSTANT)
             backend = CudaGraphs(stream)
         if graphs.scope == "step":
-            capture_step(self.engine, backend, self.register, optimizer=graphs.optimizer == "inside")
+            timed = graphs.timed and graphs.backend == "cuda_graphs"
+            capture_step(self.engine, backend, self.register, optimizer=graphs.optimizer == "inside", timed=timed)
             others = [rank for rank in range(self.mesh.world) if rank != self.mesh.rank]
             if others and graphs.backend == "cuda_graphs" and self.engine.watchdog is None:
                 self.engine.watchdog = CompletionWatchdog(self.config.launch.timeout_seconds, others)

@@ -43,12 +43,13 @@ class Case:
     def name(self) -> str:
         return " ".join([self.size, self.schedule, f"m={self.microbatches}", *self.overrides])
 
-    def config(self, presets: Path, pp: int) -> Config:
+    def config(self, presets: Path, pp: int, *more: str) -> Config:
         given = [
             f"parallel.pp={pp}",
             f"pipeline.schedule={self.schedule}",
             f"pipeline.microbatches={self.microbatches}",
             *self.overrides,
+            *more,
         ]
         return load_config(presets / f"bench-{self.size.lower()}.yaml", given)
 
@@ -85,8 +86,10 @@ def measure(case: Case, presets: Path, steps: int, say: Callable[[str], None]) -
         "pool_gib": 0.0 if captured is None else captured.bytes() / 2**30,
         **timed(assembly.engine, inputs, steps, world),
     }
-    whole = captured is not None and captured.step is not None
-    bubble = {"bubble": None, "bubble_predicted": None} if whole else measured_bubble(assembly, inputs)
+    if captured is not None and captured.step is not None:  # once more, with times in the graph
+        assembly.config = case.config(presets, world, "graphs.timed=true")
+        assembly.capture()
+    bubble = measured_bubble(assembly, inputs)
     every = comm.broadcast(comm.gather(mine))
     assembly.release()  # graphs before the communicators that they hold
     if assembly.transport is not None:
@@ -157,10 +160,6 @@ def _meet(world: int) -> None:
         torch.cuda.synchronize()
 
 
-def _rate(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         f"{'case':44} {'ms':>8} {'stream':>8} {'tokens/s':>10} {'GiB':>6} {'held':>6} {'graphs':>6} {'bubble':>7} "
@@ -170,7 +169,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         lines.append(
             f"{row['case']:44} {row['ms']:>8.2f} {row['stream_ms']:>8.2f} {row['tokens_per_second']:>10,.0f} "
             f"{max(row['alloc_gib']):>6.2f} {max(row['reserved_gib']):>6.2f} {max(row['graphs']):>6} "
-            f"{_rate(row['bubble']):>7} {_rate(row['bubble_predicted']):>9} "
+            f"{row['bubble']:>7.3f} {row['bubble_predicted']:>9.3f} "
             f"{row['losses'][0]:>7.3f}..{row['losses'][-1]:>7.3f}"
         )
     return "\n".join(lines)
