@@ -6,6 +6,8 @@ contract   1. ns of host time per effect, enforced and off
 kernels    each kernel and product of backend native at several sizes (GPU only)
 layers     four decoder layers, forward and backward: Transformer Engine alone, eager and with its graphs, beside both of our
            backends, eager and captured (GPU only, with Transformer Engine); --shapes 2048x1024,... for some sizes only
+curves     losses of BF16 and of FP8 with both windows on the demo's corpus, 300 steps, three seeds each: do they differ
+           by more than the seeds do?
 train      whole training steps of the presets bench-s and bench-m, measured and predicted bubble (GPUs only); with stages on
            several GPUs:  torchrun --nproc-per-node 2 -m tools.bench train --schedules 1f1b,zb-v
 
@@ -20,6 +22,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,8 +39,8 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m tools.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("what", choices=sorted(COMMANDS), help="see above")
-    made.add_argument("--config", type=Path, default=ROOT / "models/configs/demo.yaml", help="(default: the demo's)")
-    made.add_argument("--steps", type=int, default=20, help="timed steps per mode (default: %(default)s)")
+    made.add_argument("--config", type=Path, help="(default: the demo's, of curves the GPU demo's)")
+    made.add_argument("--steps", type=int, help="timed steps per mode (default: 20), or of a curve (default: 300)")
     made.add_argument("--backend", choices=["host_replay", "eager"], default="host_replay", help="of the steps on CPU")
     made.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the whole steps (default: %(default)s)")
     made.add_argument("--layers", default=",".join(map(str, LAYERS)), metavar="LIST", help="for part 2 (default: %(default)s)")
@@ -46,6 +49,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--schedules", default="1f1b", metavar="LIST", help="of train (default: %(default)s)")
     made.add_argument("--microbatches", default="8", metavar="LIST", help="of train (default: %(default)s)")
     made.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of train: override a preset's key")
+    made.add_argument("--corpus", type=Path, default=Path("runs/demo-gpu/corpus/stdlib"), metavar="PREFIX", help="of curves")
+    made.add_argument("--seeds", default="1,2,3", metavar="LIST", help="of curves (default: %(default)s)")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     add_traceback(made)
     return made
@@ -53,6 +58,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
+    curved = arguments.what == "curves"
+    if arguments.steps is None:
+        arguments.steps = 300 if curved else 20
+    if arguments.config is None:
+        arguments.config = ROOT / f"models/configs/{'demo-gpu' if curved else 'demo'}.yaml"
     return run_tool(lambda: COMMANDS[arguments.what](arguments), arguments.traceback)
 
 
@@ -217,6 +227,40 @@ def contract(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def curves(arguments: argparse.Namespace) -> int:
+    """Loss curves; exit code 1 where FP8 differs by more than the seeds do."""
+    from qeffect_lm.runtime.determinism import apply_before_torch, apply_to_torch
+
+    apply_before_torch(os.environ, threads=1)
+    apply_to_torch(threads=1)
+    import torch
+
+    from tools.benchmarks import curves as benchmark
+
+    try:
+        seeds = [int(word) for word in arguments.seeds.split(",")]
+    except ValueError:
+        raise UsageError(f"--seeds {arguments.seeds}: numbers with commas") from None
+    with tempfile.TemporaryDirectory(prefix="qeffect-curves-") as folder:
+        wanted = benchmark.Curves(
+            arguments.config, arguments.corpus, Path(folder), arguments.steps, seeds, tuple(arguments.set)
+        )
+        found = benchmark.measure(wanted, lambda text: print(text, flush=True))
+    print(benchmark.table(found))
+    report = {
+        "benchmark": "curves",
+        "command": f"python -m tools.bench {' '.join(sys.argv[1:])}",
+        "qeffect_lm": __version__,
+        "commit": commit(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        **found,
+    }
+    write(report, arguments.json)
+    return 0 if found["verdict"]["ok"] else 1
+
+
 def write(report: dict[str, Any], path: Path | None) -> None:
     """The figures as JSON, if a file was named."""
     if path is not None:
@@ -291,6 +335,7 @@ def captured_table(sizes: list[dict[str, Any]]) -> str:
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "contract": contract,
+    "curves": curves,
     "kernels": kernels,
     "layers": layers,
     "train": training,

@@ -1,10 +1,10 @@
-"""The loss plot of a run: training loss, held-out loss and the unigram entropy as a yardstick."""
+"""Loss plots: of a run, with held-out loss and the unigram entropy as a yardstick; and of several runs with different seeds."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,7 @@ def plot_loss(
     Raises QEffectError when matplotlib is not installed, when there is nothing to draw, or when the file
     cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise QEffectError(
-            "the loss plot needs matplotlib: install the extra with `pip install 'qeffect-lm[plot]'`"
-        ) from error
+    figure = _figure((8, 4.8))
     records = read_metrics(metrics) if isinstance(metrics, (str, os.PathLike)) else list(metrics)
     points = {record.step: record.eval_loss for record in records if record.eval_loss is not None} | dict(
         held_out
@@ -48,9 +42,6 @@ def plot_loss(
     if not any(math.isfinite(loss) for _, loss in train) and not points:
         raise QEffectError("the loss plot has nothing to draw: no record holds a finite loss")
 
-    # Figure and canvas, not pyplot: no global state, no display, and no backend chosen for the caller.
-    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     _draw_train(axes, train)
     skipped = [record.step for record in records if record.skipped]
@@ -86,6 +77,63 @@ def plot_loss(
         )
     _finish(axes, title)
     return _save(figure, Path(out_png))
+
+
+def plot_spread(
+    losses: Mapping[str, Sequence[Sequence[float]]],
+    held_out: Mapping[str, Sequence[Sequence[tuple[int, float]]]],
+    reference: str,
+    out_png: str | os.PathLike[str],
+    *,
+    title: str = "Loss",
+) -> Path:
+    """Draw several runs of several recipes to a PNG file and return its path.
+
+    Above, the moving mean of the training loss of every run, one colour a recipe. Below, each run's held-out loss minus the
+    mean of ``reference`` at that step, over the band between the least and the largest of ``reference``'s own.
+
+    Args:
+        losses: recipe → for each run the loss of every step, in nats per token.
+        held_out: recipe → for each run (step, loss) points, the same steps everywhere.
+
+    Raises QEffectError as :func:`plot_loss` does.
+    """
+    figure = _figure((8, 6.6))
+    above, below = figure.subplots(2, 1, height_ratios=[3, 2], sharex=True)
+    colours = dict(zip(losses, (TRAIN, HELD_OUT, "#2a9d6f", "#8a5fbf", YARDSTICK), strict=False))
+    for recipe, curves in losses.items():
+        for number, curve in enumerate(curves):
+            label = f"{recipe}, {len(curves)} seed{'s' if len(curves) > 1 else ''}" if number == 0 else None
+            above.plot(range(1, len(curve) + 1), _moving_mean(list(curve)), color=colours[recipe], linewidth=1.1, label=label)
+    steps = [step for step, _ in held_out[reference][0]]
+    own = [[dict(run)[step] for run in held_out[reference]] for step in steps]
+    means = [sum(values) / len(values) for values in own]
+    low, high = ([f(values) - mean for values, mean in zip(own, means, strict=True)] for f in (min, max))
+    below.fill_between(steps, low, high, color=TRAIN, alpha=0.18, linewidth=0, label=f"{reference}: spread of its seeds")
+    for recipe, points in held_out.items():
+        for run in points if recipe != reference else ():
+            away = [dict(run)[step] - mean for step, mean in zip(steps, means, strict=True)]
+            below.plot(steps, away, "o-", color=colours[recipe], linewidth=1.0, markersize=3)
+    below.axhline(0, color=INK, linewidth=0.8)
+    _finish(above, title)
+    _finish(below, "")
+    above.set_xlabel("")
+    below.set_ylabel(f"held-out minus\n{reference}'s mean", color=INK)
+    return _save(figure, Path(out_png))
+
+
+def _figure(size: tuple[float, float]) -> Any:
+    """Figure and canvas, not pyplot: no global state, no display, and no backend chosen for the caller."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise QEffectError(
+            "the loss plot needs matplotlib: install the extra with `pip install 'qeffect-lm[plot]'`"
+        ) from error
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def _draw_train(axes: Any, train: list[tuple[int, float]]) -> None:
