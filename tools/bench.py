@@ -3,7 +3,8 @@
 contract   1. ns of host time per effect, enforced and off
            2. us of host time per replayed action, enforced and off, at several numbers of layers
            3. whole steps of the demo's model under each mode (CPU), or of a captured stage (--device cuda)
-kernels    each kernel and product of backend native at several sizes (GPU only)
+kernels    each kernel and product of backend native at several sizes (GPU only); with --tune their configurations, measured
+           and written to qeffect_lm/kernels/tables.json (or to --json FILE), which is then part of what runs compute
 layers     four decoder layers, forward and backward: Transformer Engine alone, eager and with its graphs, beside both of our
            backends, eager and captured (GPU only, with Transformer Engine); --shapes 2048x1024,... for some sizes only
 curves     losses of BF16 and of FP8 with both windows on the demo's corpus, 300 steps, three seeds each: do they differ
@@ -49,6 +50,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--schedules", default="1f1b", metavar="LIST", help="of train (default: %(default)s)")
     made.add_argument("--microbatches", default="8", metavar="LIST", help="of train (default: %(default)s)")
     made.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of train: override a preset's key")
+    made.add_argument("--tune", action="store_true", help="of kernels: choose configurations")
+    made.add_argument("--parts", default="products,tiles,norm", metavar="LIST", help="of --tune (default: %(default)s)")
+    made.add_argument("--tune-shapes", metavar="LIST", help="of --tune: hidden:MLP:tokens (default: four of the benchmarks)")
     made.add_argument("--corpus", type=Path, default=Path("runs/demo-gpu/corpus/stdlib"), metavar="PREFIX", help="of curves")
     made.add_argument("--seeds", default="1,2,3", metavar="LIST", help="of curves (default: %(default)s)")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
@@ -137,6 +141,8 @@ def kernels(arguments: argparse.Namespace) -> int:
         raise UsageError("the kernels run on a GPU only, and torch sees none here")
     if not usable(torch.empty(0, device="cuda")):
         raise UsageError("the kernels need Triton, and it is not installed: pip install triton (CUDA builds of torch bring it)")
+    if arguments.tune:
+        return tuning(arguments)
     from tools.benchmarks import kernels as benchmark
 
     report = {
@@ -189,6 +195,23 @@ def layers(arguments: argparse.Namespace) -> int:
     print("\n" + benchmark.table(rows))
     write(report, arguments.json)
     return 1 if any("error" in row for row in rows) else 0
+
+
+def tuning(arguments: argparse.Namespace) -> int:
+    """Measures configurations of kernels and writes the table."""
+    from qeffect_lm.kernels import tables
+    from tools.benchmarks import tune
+
+    try:
+        shapes = [tune.Layer.of(word) for word in (arguments.tune_shapes or ",".join(tune.SHAPES)).split(",")]
+    except ValueError:
+        raise UsageError(f"--tune-shapes {arguments.tune_shapes}: hidden:MLP:tokens with commas, as 2048:5632:2048") from None
+    parts = arguments.parts.split(",")
+    unknown = sorted(set(parts) - set(tune.PARTS))
+    if unknown:
+        raise UsageError(f"--parts: there is no {', '.join(unknown)}; there are {', '.join(tune.PARTS)}")
+    write(tune.tune(shapes, parts, lambda text: print(text, flush=True)), arguments.json or tables.FILE)
+    return 0
 
 
 def contract(arguments: argparse.Namespace) -> int:

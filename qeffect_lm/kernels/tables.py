@@ -67,7 +67,7 @@ class Blocks:
 
 
 # Two programs a multiprocessor where registers allow it: one multiplies while the other one takes exponentials.
-_BLOCKS = {"dq": Blocks(64, 64, 4, 2), "dk_dv": Blocks(64, 128, 8, 2)}
+DEFAULT_BLOCKS = {"dq": Blocks(64, 64, 4, 2), "dk_dv": Blocks(64, 128, 8, 2)}
 
 
 def tile(kernel: str, m: int, k: int) -> Tile:
@@ -79,8 +79,11 @@ def tile(kernel: str, m: int, k: int) -> Tile:
 def norm_runs(m: int, k: int, runs: int, block: int) -> Runs:
     """How a norm's backward cuts ``[m, k]``; ``runs`` and ``block`` (the power of two that holds a row) make the default."""
     found = _TABLES["norm_backward"].get(f"{m}x{k}")
-    if found is not None:
-        return Runs(*found)
+    return default_runs(m, runs, block) if found is None else Runs(*found)
+
+
+def default_runs(m: int, runs: int, block: int) -> Runs:
+    """For a shape that the file does not have."""
     of_a_run = 1 << (-(-m // runs) - 1).bit_length()
     rows = of_a_run if of_a_run * block <= 4096 else 1  # all at once where registers hold them, else each awaits the next
     return Runs(runs, rows, min(max(rows * block // 512, 1), 16))
@@ -89,7 +92,7 @@ def norm_runs(m: int, k: int, runs: int, block: int) -> Runs:
 def attention(which: str, sequence: int, head_dim: int) -> Blocks:
     """Blocks of attention's backward: ``dq`` (queries outside) or ``dk_dv`` (keys outside)."""
     found = _TABLES["attention"].get(which, {}).get(f"{sequence}x{head_dim}")
-    return _BLOCKS[which] if found is None else Blocks(*found)
+    return DEFAULT_BLOCKS[which] if found is None else Blocks(*found)
 
 
 def algorithms(device: str, version: int) -> dict[str, bytes]:

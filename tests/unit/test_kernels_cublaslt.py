@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import torch
 from qeffect_lm.errors import QEffectError
 from qeffect_lm.fp8.gemm import accumulate_mm, scaled_mm
 from qeffect_lm.fp8.quantise import E4M3, E5M2, dequantise, quantise
-from qeffect_lm.kernels import cublaslt
+from qeffect_lm.kernels import cublaslt, tables
 from qeffect_lm.layers.linear import SplitLinear, bind_products
 from tests.unit.layer_harness import random
 
@@ -25,7 +26,9 @@ class Library:
     def __init__(self) -> None:
         self.objects: dict[int, dict] = {}
         self.heuristics = self.launches = 0
-        self.found = 1
+        self.found, self.needs = 1, 0
+        self.checked: list[int] = []
+        self.algorithms: list[int] = []
         self.preferences: dict[int, int] = {}
         self.fast = None
         self.cublasLtGetVersion = _Function(lambda: 130000)
@@ -60,10 +63,16 @@ class Library:
         return 0
 
     def cublasLtMatmulAlgoGetHeuristic(self, handle, desc, a, b, c, d, preference, wanted, result, count):
-        assert {**self.objects[c.value], "ld": 0} == {**self.objects[d.value], "ld": 0} and wanted.value == 1
+        assert {**self.objects[c.value], "ld": 0} == {**self.objects[d.value], "ld": 0}
         self.heuristics += 1
-        result._obj.algo.data[0] = 4711 + self.heuristics
-        count._obj.value = self.found
+        for place in range(min(wanted.value, self.found)):
+            result[place].algo.data[0], result[place].workspace_size = 4711 + self.heuristics + 100 * place, 64
+        count._obj.value = min(wanted.value, self.found)
+        return 0
+
+    def cublasLtMatmulAlgoCheck(self, handle, desc, a, b, c, d, algo, result):
+        self.checked.append(algo._obj.data[0])
+        result._obj.workspace_size, result._obj.state = self.needs, 0
         return 0
 
     def cublasLtMatmulPreferenceDestroy(self, preference):
@@ -73,6 +82,7 @@ class Library:
 
     def cublasLtMatmul(self, handle, desc, alpha, a, la, b, lb, beta, c, lc, d, ld, algo, workspace, size, stream):
         attributes = self.objects[desc.value]
+        self.algorithms.append(algo._obj.data[0])
         assert algo._obj.data[0] > 4711 and workspace.value and size.value == cublaslt.WORKSPACE_BYTES and stream.value == 7
         assert c.value == d.value or beta._obj.value, "what beta 0 does not read may not lie elsewhere"
         left = self._read(a, la, attributes[3], attributes.get(17))
@@ -221,6 +231,67 @@ def test_configurations_are_asked_once_and_workspaces_kept(products, library, mo
         products.matmul(out, a, b, a_scale_inv=a_inv, b_scale_inv=b_inv, fast_accumulation=True)
     with pytest.raises(QEffectError, match="stream 0xb has no cuBLASLt workspace"):
         products.workspace(SimpleNamespace(cuda_stream=11))
+
+
+def algorithm(number: int) -> bytes:
+    return bytes(cublaslt.Algo((ctypes.c_uint64 * 8)(number)))
+
+
+def test_the_table_comes_before_the_heuristic(library):
+    """An algorithm of the table serves the product of its name and no other; operands that lie otherwise ask the heuristic."""
+    a, a_inv, b, b_inv = operands(16, 32, 48, E5M2)
+    storage = torch.zeros(4096)
+    start = -storage.data_ptr() % 256 // 4
+    out, elsewhere = (storage[start + n :][: 16 * 32].view(16, 32) for n in (0, 1024 + 8))
+    a, b = (_aligned(matrix) for matrix in (a, b))
+    name = tables.product_name(out, a, b, False, False)
+    assert name == "16x32x48 float8_e5m2 float8_e4m3fn float32"
+    products = cublaslt.CublasLt("cpu:0", {name: algorithm(9000)})
+    scales = {"a_scale_inv": a_inv, "b_scale_inv": b_inv}
+    for beta in (0, 1):
+        products.matmul(out, a, b, beta=beta, **scales)
+    assert library.algorithms == [9000, 9000] and library.checked == [9000] and library.heuristics == 0
+    products.matmul(elsewhere, a, b, **scales)
+    products.matmul(out, a, b, fast_accumulation=True, **scales)
+    assert library.algorithms[2:] == [4712, 4713]
+    library.needs = cublaslt.WORKSPACE_BYTES + 1
+    products.choose({name: algorithm(9001)})
+    with pytest.raises(QEffectError, match=r"16x32x48 .* that this GPU does not take"):
+        products.matmul(out, a, b, **scales)
+    products.choose({})
+    products.matmul(out, a, b, **scales)
+    assert library.algorithms[4:] == [4714]
+
+
+def _aligned(matrix: torch.Tensor) -> torch.Tensor:
+    raw = torch.zeros(matrix.numel() + 256, dtype=torch.uint8)
+    lying = raw[-raw.data_ptr() % 256 :][: matrix.numel()].view(matrix.dtype).view(matrix.shape)
+    lying.view(torch.uint8).copy_(matrix.view(torch.uint8))
+    return lying
+
+
+def test_candidates(products, library):
+    library.found = 3
+    a, a_inv, b, b_inv = operands(16, 32, 48)
+    found = products.candidates(torch.zeros(16, 32), a, b, 8, a_scale_inv=a_inv, b_scale_inv=b_inv)
+    assert [c.algorithm for c in found] == [algorithm(4712 + 100 * n) for n in range(3)]
+    assert [c.workspace_bytes for c in found] == [64] * 3 and library.launches == 0
+
+
+def test_the_committed_table():
+    """Every entry is well formed; a shape that is not there takes the default."""
+    held = json.loads(tables.FILE.read_text())
+    assert set(held) == {"tiles", "norm_backward", "attention", "products"}
+    sizes = {"tiles": 3, "attention": 4}
+    for kind, size in sizes.items():
+        for by_shape in held[kind].values():
+            assert all(len(numbers) == size and all(n & (n - 1) == 0 for n in numbers[:2]) for numbers in by_shape.values())
+    for shape, (runs, rows, warps) in held["norm_backward"].items():
+        assert runs > 0 and rows & (rows - 1) == 0 and warps in (1, 2, 4, 8, 16), shape
+    for entry in held["products"]:
+        assert entry["device"] and entry["cublaslt"] > 0
+        assert all(len(bytes.fromhex(algorithm)) == 64 for algorithm in entry["algorithms"].values())
+    assert tables.tile("quantise", 3, 5) == tables.DEFAULT_TILE and tables.algorithms("no such GPU", 1) == {}
 
 
 def test_what_it_refuses(products, library):
