@@ -15,13 +15,25 @@ from __future__ import annotations
 
 import csv
 import io
+import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import total_ordering
 
 from qeffect_lm.errors import UsageError
+
+
+def whole_number(what: str, value: object) -> int:
+    """``value`` as a Python int, also if it is one of numpy's or a 0-dim integer tensor.
+
+    Raises: UsageError: it is something else; ``what`` names it.
+    """
+    try:
+        return int(operator.index(value))  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(f"{what} is a whole number, not {value!r}") from None
 
 
 class Kind(StrEnum):
@@ -44,6 +56,7 @@ COMPUTE = frozenset({Kind.F, Kind.I, Kind.W, Kind.B})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 STEP_END = frozenset({Kind.REDUCE, Kind.STEP})  # never with a chunk; COMMIT comes with and without
+_PLAIN = COMPUTE | SENDS | RECEIVES  # with a chunk and a microbatch, without a detail
 
 _RANK_OF_KIND = {kind: place for place, kind in enumerate(Kind)}
 _NUMBER = r"0|[1-9][0-9]*"  # one spelling per number, so that text and action correspond one to one
@@ -53,7 +66,7 @@ _CHUNK_ACTION = re.compile(
 
 
 @total_ordering
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Action:
     """One action of a plan.
 
@@ -65,31 +78,37 @@ class Action:
 
     Raises:
         UsageError: the parts do not fit together (a chunkless ``F``, a ``STEP`` of a chunk, a negative
-            number).
+            number, something that is no whole number).
     """
 
     kind: Kind
-    chunk: int | None = None
-    microbatch: int | None = None
-    detail: str | None = None
+    chunk: int | None
+    microbatch: int | None
+    detail: str | None
 
-    def __post_init__(self) -> None:
-        if type(self.kind) is not Kind:
-            object.__setattr__(self, "kind", Kind(self.kind))
-        if (self.chunk is None) != (self.microbatch is None):
-            raise UsageError(f"{self.kind} needs chunk and microbatch, or neither")
-        if self.chunk is None:
-            if self.kind not in STEP_END and self.kind is not Kind.COMMIT:
-                raise UsageError(f"{self.kind} needs a chunk and a microbatch")
-        elif self.kind in STEP_END:
-            raise UsageError(f"{self.kind} belongs to a rank, it takes no chunk")
-        elif self.chunk < 0 or self.microbatch < 0:  # type: ignore[operator]
-            raise UsageError(
-                f"{self.kind} of chunk {self.chunk}, microbatch {self.microbatch}: numbers start at 0"
-            )
-        wanted = ("F", "I") if self.kind is Kind.COMMIT and self.chunk is not None else (None,)
-        if self.detail not in wanted:
-            raise UsageError(f"{self.kind} with detail {self.detail!r}; allowed here: {wanted}")
+    def __init__(
+        self, kind: Kind, chunk: int | None = None, microbatch: int | None = None, detail: str | None = None
+    ) -> None:
+        plain = type(kind) is Kind and kind in _PLAIN and detail is None and type(chunk) is type(microbatch) is int
+        if not plain or chunk < 0 or microbatch < 0:  # type: ignore[operator]
+            kind, chunk, microbatch = _checked(kind, chunk, microbatch, detail)
+        _SET_KIND(self, kind)
+        _SET_CHUNK(self, chunk)
+        _SET_MICROBATCH(self, microbatch)
+        _SET_DETAIL(self, detail)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if other.__class__ is not self.__class__:
+            return NotImplemented
+        assert isinstance(other, Action)
+        return (
+            self.microbatch == other.microbatch
+            and self.kind is other.kind
+            and self.chunk == other.chunk
+            and self.detail == other.detail
+        )
 
     @property
     def key(self) -> tuple[int, int]:
@@ -105,9 +124,10 @@ class Action:
 
     def __str__(self) -> str:
         if self.chunk is None:
-            return str(self.kind)
-        name = f"{self.kind}_{self.detail}" if self.detail else str(self.kind)
-        return f"{self.chunk}{name}{self.microbatch}"
+            return self.kind.value
+        if self.detail:
+            return f"{self.chunk}{self.kind.value}_{self.detail}{self.microbatch}"
+        return f"{self.chunk}{self.kind.value}{self.microbatch}"
 
     def __lt__(self, other: object) -> bool:
         """By chunk, microbatch, kind (F before I before W …); actions without a chunk come last."""
@@ -118,6 +138,37 @@ class Action:
     def _order(self) -> tuple[bool, int, int, int, str]:
         chunkless = self.chunk is None
         return chunkless, self.chunk or 0, self.microbatch or 0, _RANK_OF_KIND[self.kind], self.detail or ""
+
+
+def _checked(
+    kind: Kind, chunk: int | None, microbatch: int | None, detail: str | None
+) -> tuple[Kind, int | None, int | None]:
+    """The parts of an action, if they fit together."""
+    if type(kind) is not Kind:
+        kind = Kind(kind)
+    if (chunk is None) != (microbatch is None):
+        raise UsageError(f"{kind} needs chunk and microbatch, or neither")
+    if chunk is None or microbatch is None:
+        if kind not in STEP_END and kind is not Kind.COMMIT:
+            raise UsageError(f"{kind} needs a chunk and a microbatch")
+    elif kind in STEP_END:
+        raise UsageError(f"{kind} belongs to a rank, it takes no chunk")
+    else:
+        chunk, microbatch = whole_number(f"the chunk of {kind}", chunk), whole_number(f"the microbatch of {kind}", microbatch)
+        if chunk < 0 or microbatch < 0:
+            raise UsageError(f"{kind} of chunk {chunk}, microbatch {microbatch}: numbers start at 0")
+    wanted = ("F", "I") if kind is Kind.COMMIT and chunk is not None else (None,)
+    if detail not in wanted:
+        raise UsageError(f"{kind} with detail {detail!r}; allowed here: {wanted}")
+    return kind, chunk, microbatch
+
+
+# What a frozen dataclass's own __init__ does by name, four times for each of a large plan's million actions.
+_SET_KIND, _SET_CHUNK = Action.__dict__["kind"].__set__, Action.__dict__["chunk"].__set__
+_SET_MICROBATCH, _SET_DETAIL = Action.__dict__["microbatch"].__set__, Action.__dict__["detail"].__set__
+
+place_of: Callable[[Action], tuple[int, int]] = operator.attrgetter("chunk", "microbatch")
+""":attr:`Action.key` of an action that is known to have one; for loops over all actions of a plan."""
 
 
 def parse_action(text: str) -> Action:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.actions import Action, Kind
-from pipeline.rendezvous import Queue, Rendezvous, message_of, queue_of
+from pipeline.actions import Action, Kind, place_of
+from pipeline.rendezvous import Queue, Rendezvous, queue_of
 from pipeline.schedules import Placement
 from pipeline.validate import WINDOWS, validate
 from qeffect_lm.errors import UsageError
@@ -49,13 +49,17 @@ def lower(
     if not checked:
         microbatches = 1 + max((action.key[1] for row in compute for action in row), default=0)
         validate(compute, placement, microbatches, lowered=False, allow_unordered=True)
-    receives = _receives(compute, placement, i_slot_until)
+    sends = _sends(compute, placement)
+    receives = _receives(compute, sends, placement, i_slot_until)
     rows = []
-    for rank, actions in enumerate(compute):
+    for actions, sent, received in zip(compute, sends, receives, strict=True):
         row: list[Action] = []
         for place, action in enumerate(actions):
-            row += receives[rank][place]
-            row += [action, *_sends(action, placement)]
+            row += received.get(place, ())
+            row.append(action)
+            send = sent[place]
+            if send is not None:
+                row.append(send)
             if window == "microbatch" and action.kind is not Kind.W:
                 row.append(Action(Kind.COMMIT, *action.key, "F" if action.kind is Kind.F else "I"))
         rows.append(row)
@@ -64,44 +68,65 @@ def lower(
     return [row + end for row in rows]
 
 
-def _sends(action: Action, placement: Placement) -> list[Action]:
-    """The send that follows a compute action, if its result is needed on another rank."""
-    if action.kind is Kind.W:
-        return []
-    direction = "F" if action.kind is Kind.F else "B"
-    target = placement.target(action.key[0], direction)
-    if not placement.crosses(action.key[0], target):
-        return []
-    return [Action(Kind(f"SEND_{direction}"), *action.key)]
+def _sends(compute: Sequence[Sequence[Action]], placement: Placement) -> list[list[Action | None]]:
+    """``[rank][place]``: the send that follows a compute action, if its result is needed on another rank."""
+    chunks = range(placement.num_chunks)
+    forward = [placement.crosses(chunk, placement.target(chunk, "F")) for chunk in chunks]
+    backward = [placement.crosses(chunk, placement.target(chunk, "B")) for chunk in chunks]
+    weight, first = Kind.W, Kind.F
+    sends: list[list[Action | None]] = []
+    for row in compute:
+        sent: list[Action | None] = []
+        for action in row:
+            kind = action.kind
+            if kind is weight:
+                sent.append(None)
+            elif kind is first:
+                chunk, microbatch = place_of(action)
+                sent.append(Action(Kind.SEND_F, chunk, microbatch) if forward[chunk] else None)
+            else:
+                chunk, microbatch = place_of(action)
+                sent.append(Action(Kind.SEND_B, chunk, microbatch) if backward[chunk] else None)
+        sends.append(sent)
+    return sends
 
 
 def _receives(
-    compute: Sequence[Sequence[Action]], placement: Placement, i_slot_until: Kind
-) -> list[list[list[Action]]]:
+    compute: Sequence[Sequence[Action]], sends: Sequence[Sequence[Action | None]], placement: Placement, i_slot_until: Kind
+) -> list[dict[int, list[Action]]]:
     """``[rank][place]``: the receives posted just before compute action ``place`` of that rank."""
-    consumer: dict[Action, int] = {}  # receive → place of its consumer in its rank's compute list
+    consumer: dict[Kind, dict[tuple[int, int], int]] = {Kind.RECV_F: {}, Kind.RECV_B: {}}  # its place, by (chunk, microbatch)
+    forward, backward = consumer[Kind.RECV_F], consumer[Kind.RECV_B]
     for row in compute:
         for place, action in enumerate(row):
             if action.kind is Kind.F:
-                consumer[Action(Kind.RECV_F, *action.key)] = place
+                forward[place_of(action)] = place
             elif action.kind is not Kind.W:
-                consumer[Action(Kind.RECV_B, *action.key)] = place
-    queues: dict[Queue, list[Action]] = {}  # in the order of their sends
-    for row in compute:
-        for action in row:
-            for send in _sends(action, placement):
-                kind = Kind.RECV_F if send.kind is Kind.SEND_F else Kind.RECV_B
-                receive = Action(kind, *message_of(send, placement))
-                queues.setdefault(queue_of(send, placement), []).append(receive)
-    before: list[list[list[Action]]] = [[[] for _ in row] for row in compute]
+                backward[place_of(action)] = place
+    queues: dict[Queue, list[Action]] = {}  # receives in the order of their sends
+    by_chunk: dict[tuple[Kind, int], list[Action]] = {}  # the same lists
+    for sent in sends:
+        for send in sent:
+            if send is None:
+                continue
+            chunk, microbatch = place_of(send)
+            line = by_chunk.get((send.kind, chunk))
+            if line is None:
+                line = by_chunk[send.kind, chunk] = queues.setdefault(queue_of(send, placement), [])
+            if send.kind is Kind.SEND_F:
+                line.append(Action(Kind.RECV_F, chunk + 1, microbatch))
+            else:
+                line.append(Action(Kind.RECV_B, chunk - 1, microbatch))
+    before: list[dict[int, list[Action]]] = [{} for _ in compute]
     for queue in sorted(queues):
-        latest = len(compute[queue.dst])
+        actions = compute[queue.dst]
+        latest = len(actions)
         posted: list[tuple[int, Action]] = []
         for receive in reversed(queues[queue]):  # no later than any receive behind it in the queue
-            latest = min(latest, _preferred(receive, consumer[receive], compute[queue.dst], i_slot_until))
+            latest = min(latest, _preferred(receive, consumer[receive.kind][place_of(receive)], actions, i_slot_until))
             posted.append((latest, receive))
         for place, receive in reversed(posted):
-            before[queue.dst][place].append(receive)
+            before[queue.dst].setdefault(place, []).append(receive)
     return before
 
 
@@ -109,9 +134,11 @@ def _preferred(receive: Action, consumer: int, actions: Sequence[Action], i_slot
     """Before which of the rank's compute actions a receive would best be posted, by the module's rule."""
     if consumer == 0:
         return 0
+    if receive.kind is not Kind.RECV_F:
+        return consumer - 1
     ahead = actions[consumer - 1]
-    releases = ahead.kind in (i_slot_until, Kind.B) and ahead.key[0] == receive.key[0]
-    return consumer if receive.kind is Kind.RECV_F and releases else consumer - 1
+    releases = ahead.kind in (i_slot_until, Kind.B) and ahead.chunk == receive.chunk
+    return consumer if releases else consumer - 1
 
 
 def _post_earlier(rows: list[list[Action]], placement: Placement) -> None:
@@ -124,7 +151,8 @@ def _post_earlier(rows: list[list[Action]], placement: Placement) -> None:
     machine = Rendezvous(rows, placement, lowered=True)
     finished = machine.run()
     while not finished:
-        stuck = next(filter(None, (machine.obstacle(rank) for rank in range(len(rows)) if machine.at_send(rank))))
+        stuck = machine.first_unposted()
+        assert stuck is not None, "the data dependencies have a cycle"
         peer, here = rows[stuck.other], machine.position[stuck.other]
         del peer[peer.index(stuck.needed, here)]
         peer.insert(here, stuck.needed)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
-from pipeline.actions import Action, Kind, format_actions, parse_actions
+from pipeline.actions import Action, Kind, format_actions, parse_actions, place_of
 from pipeline.lower import lower
 from pipeline.schedules import Placement, find_schedule
 from pipeline.slots import Holding, SlotPlan, Slots, assign_slots
@@ -59,7 +60,7 @@ class Plan:
         allow_unordered: the plan declares that F, I and W of a chunk may leave microbatch order.
         holding: how long buffers are kept; the slots follow from it.
 
-    ``slots[rank]`` is the colouring of that rank's slots and buffers.
+    Raises: PlanError for a B that writes only one of its two kinds of gradients first.
     """
 
     schedule: str
@@ -69,16 +70,24 @@ class Plan:
     actions: tuple[tuple[Action, ...], ...]
     allow_unordered: bool = False
     holding: Holding = Holding()
-    slots: tuple[SlotPlan, ...] = field(init=False, compare=False, repr=False)
-    _graphs: Mapping[Action, GraphKey] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "actions", tuple(tuple(row) for row in self.actions))
-        object.__setattr__(self, "slots", tuple(assign_slots(row, self.holding) for row in self.actions))
-        graphs = {}
+        for row in self.actions:
+            if any(action.kind is Kind.B for action in row):
+                _betas(row)
+
+    @cached_property
+    def slots(self) -> tuple[SlotPlan, ...]:
+        """The colouring of each rank's slots and buffers; made when it is first asked for, as drawing a plan needs none."""
+        return tuple(assign_slots(row, self.holding) for row in self.actions)
+
+    @cached_property
+    def _graphs(self) -> Mapping[Action, GraphKey]:
+        graphs: dict[Action, GraphKey] = {}
         for row, slots in zip(self.actions, self.slots, strict=True):
             graphs.update(_graphs_of(row, slots))
-        object.__setattr__(self, "_graphs", MappingProxyType(graphs))
+        return MappingProxyType(graphs)
 
     @property
     def num_ranks(self) -> int:
@@ -188,27 +197,29 @@ def _holding_text(holding: Holding) -> str:
     return f"{border} {holding.input_until} {holding.i_slot_until} {holding.sends_in_flight}{spare}"
 
 
-def _graphs_of(row: Sequence[Action], slots: SlotPlan) -> dict[Action, GraphKey]:
+def _betas(row: Sequence[Action]) -> dict[Action, int | None]:
+    """Of each compute action of a rank: None for F; else 0 for a gradient's first writer, 1 after."""
+    parts = {Kind.F: (), Kind.I: (Kind.I,), Kind.W: (Kind.W,), Kind.B: (Kind.I, Kind.W)}
     first: dict[tuple[Kind, int], int] = {}  # (I or W, chunk) → the microbatch that writes first
+    betas: dict[Action, int | None] = {}
     for action in row:
-        for kind in (Kind.I, Kind.W) if action.kind is Kind.B else (action.kind,):
-            if action.is_compute:
-                first.setdefault((kind, action.key[0]), action.key[1])
-    graphs = {}
-    for action in row:
-        if not action.is_compute:
+        kinds = parts.get(action.kind)
+        if kinds is None:
             continue
-        chunk, microbatch = action.key
-        kinds = {Kind.F: (), Kind.B: (Kind.I, Kind.W)}.get(action.kind, (action.kind,))
-        betas = {int(first[kind, chunk] != microbatch) for kind in kinds}
-        if len(betas) > 1:
-            raise PlanError(
-                "B is the first writer of only one of its two kinds of gradients", action=str(action)
-            )
-        beta = betas.pop() if betas else None
-        i_slot, w_slot = slots.i_slots.index[action.key], slots.w_slots.index[action.key]
-        graphs[action] = GraphKey(action.kind, chunk, i_slot, w_slot, beta)
-    return graphs
+        chunk, microbatch = place_of(action)
+        found = {int(first.setdefault((kind, chunk), microbatch) != microbatch) for kind in kinds}
+        if len(found) > 1:
+            raise PlanError("B is the first writer of only one of its two kinds of gradients", action=str(action))
+        betas[action] = found.pop() if found else None
+    return betas
+
+
+def _graphs_of(row: Sequence[Action], slots: SlotPlan) -> dict[Action, GraphKey]:
+    i_index, w_index = slots.i_slots.index, slots.w_slots.index
+    return {
+        action: GraphKey(action.kind, action.key[0], i_index[action.key], w_index[action.key], beta)
+        for action, beta in _betas(row).items()
+    }
 
 
 def make_plan(

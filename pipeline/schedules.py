@@ -199,7 +199,7 @@ def fused(compute: Compute) -> Compute:
     for row in compute:
         merged: list[Action] = []
         for action in row:
-            if action.kind is Kind.W and merged and merged[-1] == Action(Kind.I, *action.key):
+            if action.kind is Kind.W and merged and merged[-1].kind is Kind.I and merged[-1].key == action.key:
                 merged[-1] = Action(Kind.B, *action.key)
             else:
                 merged.append(action)

@@ -20,12 +20,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.actions import Action, Kind
+from pipeline.actions import Action, Kind, place_of
 from pipeline.plan import Plan
-from pipeline.rendezvous import direction_of
 from qeffect_lm.errors import UsageError
 
 Duration = float | Sequence[float]  # one number, or one per chunk
+_SPLIT = (Kind.F, Kind.I, Kind.W)
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,6 @@ def _of_chunk(duration: Duration, chunk: int) -> float:
     return float(duration[chunk]) if isinstance(duration, Sequence) else float(duration)
 
 
-def _length(action: Action, lengths: dict[Kind, Duration]) -> float:
-    if not action.is_compute:
-        return 0.0
-    kinds = (Kind.I, Kind.W) if action.kind is Kind.B else (action.kind,)
-    return sum(_of_chunk(lengths[kind], action.key[0]) for kind in kinds)
-
-
 def simulate(
     plan: Plan,
     T_F: Duration,  # noqa: N803 - the paper's names
@@ -73,33 +66,19 @@ def simulate(
     Raises:
         UsageError: a negative time, no work at all, or not one time per chunk.
     """
-    lengths: dict[Kind, Duration] = {Kind.F: T_F, Kind.I: T_I, Kind.W: T_W}
-    for duration in (*lengths.values(), T_comm):
+    for duration in (T_F, T_I, T_W, T_comm):
         listed = isinstance(duration, Sequence)
         values = list(duration) if isinstance(duration, Sequence) else [duration]
         if min(values, default=-1.0) < 0 or (listed and len(values) != plan.placement.num_chunks):
             raise UsageError(f"durations must not be negative and, if a list, one per chunk: {duration}")
-    start: list[list[float]] = [[] for _ in plan.actions]
-    end: list[list[float]] = [[] for _ in plan.actions]
-    results: dict[tuple[str, int, int], float] = {}  # (direction, producer chunk, microbatch) → time
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(plan.actions):
-            while len(end[rank]) < len(row):
-                action = row[len(end[rank])]
-                ready = _ready(action, plan, results, T_comm)
-                if ready is None:
-                    break
-                begin = max(ready, end[rank][-1] if end[rank] else 0.0)
-                start[rank].append(begin)
-                end[rank].append(begin + _length(action, lengths))
-                if action.kind in (Kind.F, Kind.I, Kind.B):
-                    results[direction_of(action.kind), *action.key] = end[rank][-1]
-                moved = True
-    finished = all(len(done) == len(row) for done, row in zip(end, plan.actions, strict=True))
-    assert finished, "the plan is not valid"
-    busy = tuple(sum(_length(action, lengths) for action in row) for row in plan.actions)
+    chunks = range(plan.placement.num_chunks)
+    lengths = {kind: [_of_chunk(time, c) for c in chunks] for kind, time in zip(_SPLIT, (T_F, T_I, T_W), strict=True)}
+    lengths[Kind.B] = [sum(pair) for pair in zip(lengths[Kind.I], lengths[Kind.W], strict=True)]
+    start, end = _run(plan, lengths, T_comm)
+    busy = tuple(
+        sum([lengths[action.kind][place_of(action)[0]] if action.kind in lengths else 0.0 for action in row])
+        for row in plan.actions
+    )
     cost = max(_extent(*rank) for rank in zip(plan.actions, start, end, strict=True))
     if cost <= 0:
         raise UsageError("durations are all zero: there is nothing to simulate")
@@ -110,18 +89,60 @@ def simulate(
     return Simulation(*freeze, busy, cost, bubbles[0], makespan, bubbles[1])
 
 
-def _ready(
-    action: Action, plan: Plan, results: dict[tuple[str, int, int], float], t_comm: float
-) -> float | None:
-    """When an action's input from another chunk is there; None if it has not been computed yet."""
-    if action.kind not in (Kind.F, Kind.I, Kind.B):
-        return 0.0
-    (chunk, microbatch), direction = action.key, direction_of(action.kind)
-    source = plan.placement.source(chunk, direction)
-    if source is None:
-        return 0.0
-    done = results.get((direction, source, microbatch))
-    return None if done is None else done + t_comm * plan.placement.crosses(chunk, source)
+def _run(plan: Plan, lengths: dict[Kind, list[float]], t_comm: float) -> tuple[list[list[float]], list[list[float]]]:
+    """When each action starts and ends. A rank runs as far as it can, and wakes those that wait for its results."""
+    rows, placement, m = plan.actions, plan.placement, plan.microbatches
+    chunks = range(placement.num_chunks)
+    # Per kind and chunk: where its input comes from, how long that takes, and which rank reads its result.
+    inputs: dict[Kind, list[tuple[list[float | None], float] | None]] = {}
+    outputs: dict[Kind, list[tuple[list[float | None], int | None]]] = {}
+    for direction, kinds in (("F", (Kind.F,)), ("B", (Kind.I, Kind.B))):
+        made: list[list[float | None]] = [[None] * m for _ in chunks]
+        sources = [placement.source(chunk, direction) for chunk in chunks]
+        targets = [placement.target(chunk, direction) for chunk in chunks]
+        for kind in kinds:
+            inputs[kind] = [
+                None if source is None else (made[source], t_comm * placement.crosses(chunk, source))
+                for chunk, source in enumerate(sources)
+            ]
+            outputs[kind] = [
+                (made[chunk], None if target is None else placement.ranks[target]) for chunk, target in enumerate(targets)
+            ]
+    start: list[list[float]] = [[] for _ in rows]
+    end: list[list[float]] = [[] for _ in rows]
+    awake, listed = list(range(len(rows))), [True] * len(rows)
+    while awake:
+        rank = awake.pop()
+        listed[rank] = False
+        row, starts, ends = rows[rank], start[rank], end[rank]
+        now = ends[-1] if ends else 0.0
+        for position in range(len(ends), len(row)):
+            action = row[position]
+            kind = action.kind
+            if kind not in lengths:
+                starts.append(now)
+                ends.append(now)
+                continue
+            chunk, microbatch = place_of(action)
+            if kind is not Kind.W:
+                source = inputs[kind][chunk]
+                if source is not None:
+                    done = source[0][microbatch]
+                    if done is None:
+                        break
+                    now = max(done + source[1], now)
+            starts.append(now)
+            now += lengths[kind][chunk]
+            ends.append(now)
+            if kind is not Kind.W:
+                results, reader = outputs[kind][chunk]
+                results[microbatch] = now
+                if reader is not None and reader != rank and not listed[reader]:
+                    listed[reader] = True
+                    awake.append(reader)
+    finished = all(len(done) == len(row) for done, row in zip(end, rows, strict=True))
+    assert finished, "the plan is not valid"
+    return start, end
 
 
 def _extent(row: Sequence[Action], start: Sequence[float], end: Sequence[float]) -> float:
@@ -152,20 +173,22 @@ def peak_activations(
     for row in rows:
         after_f: dict[int, int] = {}  # chunk → microbatches between F and I, and between I and W
         after_i: dict[int, int] = {}
+        seen: set[tuple[int, ...]] = set()  # numbers held at some F
         most = 0.0
         for action in row:
-            if not action.is_compute:
-                continue
-            chunk = action.key[0]
-            if action.kind is Kind.F:
-                after_f[chunk] = after_f.get(chunk, 0) + 1
-                held = sum(count * _of_chunk(M_B, chunk) for chunk, count in after_f.items())
-                held += sum(count * _of_chunk(M_W, chunk) for chunk, count in after_i.items())
-                most = max(most, held)
-            elif action.kind is Kind.W:
-                after_i[chunk] -= 1
-            else:
-                after_f[chunk] -= 1
-                after_i[chunk] = after_i.get(chunk, 0) + (action.kind is Kind.I)
+            kind, chunk = action.kind, action.chunk
+            if kind is Kind.F:
+                after_f[chunk] = after_f.get(chunk, 0) + 1  # type: ignore[index, arg-type]
+                numbers = (*after_f.values(), -1, *after_i.values())
+                if numbers not in seen:
+                    seen.add(numbers)
+                    held = sum(count * _of_chunk(M_B, chunk) for chunk, count in after_f.items())
+                    held += sum(count * _of_chunk(M_W, chunk) for chunk, count in after_i.items())
+                    most = max(most, held)
+            elif kind is Kind.W:
+                after_i[chunk] -= 1  # type: ignore[index]
+            elif kind is Kind.I or kind is Kind.B:
+                after_f[chunk] -= 1  # type: ignore[index]
+                after_i[chunk] = after_i.get(chunk, 0) + (kind is Kind.I)  # type: ignore[index, arg-type]
         peaks.append(most)
     return tuple(peaks)

@@ -16,11 +16,11 @@ at the first rule that a plan breaks:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
-from pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
-from pipeline.rendezvous import Queue, Rendezvous, direction_of, message_of, queue_of
+from pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, place_of
+from pipeline.rendezvous import Queue, Rendezvous, direction_of, queue_of
 from pipeline.schedules import Placement
 from qeffect_lm.contract.errors import PlanError
 from qeffect_lm.errors import UsageError
@@ -29,7 +29,35 @@ WINDOWS = ("step", "microbatch")
 
 Rows = Sequence[Sequence[Action]]
 Site = tuple[int, int]  # (rank, position)
-Sites = dict[Action, Site]
+
+# Looked up once: an enumeration's member costs more than a global name, and these are compared for every action of a plan.
+_F, _I, _W, _B, _COMMIT = Kind.F, Kind.I, Kind.W, Kind.B, Kind.COMMIT
+_MESSAGES = SENDS | RECEIVES
+_NOWHERE = -1
+
+
+class _Sites:
+    """Where the actions of the chunks are. A chunk lives on one rank, so a position says it all.
+
+    ``at[kind][chunk * microbatches + microbatch]`` is the position of an action, or ``_NOWHERE``.
+    """
+
+    def __init__(self, placement: Placement, microbatches: int) -> None:
+        self.ranks, self.microbatches = placement.ranks, microbatches
+        size = placement.num_chunks * microbatches
+        self.at = {kind: [_NOWHERE] * size for kind in (*sorted(COMPUTE), *sorted(_MESSAGES))}
+        self.commits: dict[Action, int] = {}
+
+    def position(self, action: Action) -> int:
+        """Of an action that is not a commit."""
+        chunk, microbatch = action.key
+        return self.at[action.kind][chunk * self.microbatches + microbatch]
+
+    def site(self, action: Action) -> Site:
+        return self.ranks[action.key[0]], self.position(action)
+
+    def __contains__(self, action: Action) -> bool:
+        return self.position(action) != _NOWHERE
 
 
 def validate(
@@ -64,9 +92,9 @@ def validate(
         raise PlanError(f"the plan has {len(plan)} rows, the placement {placement.num_ranks} ranks")
     sites = _sites(plan, placement, num_microbatches, lowered)
     _check_counts(plan, sites, placement, num_microbatches)
-    _check_stages(sites)
+    _check_stages(plan, sites)
     if not allow_unordered:
-        _check_microbatch_order(plan)
+        _check_microbatch_order(plan, placement)
     if lowered:
         _check_messages(plan, sites, placement, num_microbatches)
         _check_queues(plan, placement)
@@ -78,141 +106,183 @@ def _fail(reason: str, site: Site, action: Action) -> NoReturn:
     raise PlanError(reason, rank=site[0], position=site[1], action=str(action))
 
 
-def _walk(plan: Rows) -> Iterator[tuple[Site, Action]]:
-    for rank, row in enumerate(plan):
-        for position, action in enumerate(row):
-            yield (rank, position), action
-
-
 def _end(plan: Rows, rank: int) -> Site:
     return rank, len(plan[rank])
 
 
-def _sites(plan: Rows, placement: Placement, num_microbatches: int, lowered: bool) -> Sites:
+def _sites(plan: Rows, placement: Placement, num_microbatches: int, lowered: bool) -> _Sites:
     """Where each action of a chunk is; rejects strays and repetitions."""
-    sites: Sites = {}
-    for site, action in _walk(plan):
-        if not lowered and action.kind not in COMPUTE:
-            _fail("a compute plan holds F, I, W and B only", site, action)
-        if action.chunk is None:
-            continue  # the step's end, checked as a whole
-        chunk, microbatch = action.key
-        if chunk >= placement.num_chunks:
-            _fail(f"chunk out of range: the placement has {placement.num_chunks} chunks", site, action)
-        if microbatch >= num_microbatches:
-            _fail(f"microbatch out of range: the step has {num_microbatches} microbatches", site, action)
-        if placement.ranks[chunk] != site[0]:
-            _fail(f"chunk {chunk} lives on rank {placement.ranks[chunk]}", site, action)
-        if action in sites:
-            _fail(f"{action} a second time (first at position {sites[action][1]})", site, action)
-        sites[action] = site
+    sites = _Sites(placement, num_microbatches)
+    at, ranks, chunks = sites.at, placement.ranks, placement.num_chunks
+    for rank, row in enumerate(plan):
+        for position, action in enumerate(row):
+            kind, chunk, microbatch = action.kind, action.chunk, action.microbatch
+            if not lowered and kind not in COMPUTE:
+                _fail("a compute plan holds F, I, W and B only", (rank, position), action)
+            if chunk is None or microbatch is None:
+                continue  # the step's end, checked as a whole
+            if chunk >= chunks:
+                _fail(f"chunk out of range: the placement has {chunks} chunks", (rank, position), action)
+            if microbatch >= num_microbatches:
+                _fail(f"microbatch out of range: the step has {num_microbatches} microbatches", (rank, position), action)
+            if ranks[chunk] != rank:
+                _fail(f"chunk {chunk} lives on rank {ranks[chunk]}", (rank, position), action)
+            if kind is _COMMIT:
+                first = sites.commits.setdefault(action, position)
+            else:
+                places, key = at[kind], chunk * num_microbatches + microbatch
+                first = places[key]
+                if first == _NOWHERE:
+                    first = places[key] = position
+            if first != position:
+                _fail(f"{action} a second time (first at position {first})", (rank, position), action)
     return sites
 
 
-def _check_counts(plan: Rows, sites: Sites, placement: Placement, num_microbatches: int) -> None:
-    for chunk, rank in enumerate(placement.ranks):
-        for microbatch in range(num_microbatches):
-            full = Action(Kind.B, chunk, microbatch)
-            halves = Action(Kind.I, chunk, microbatch), Action(Kind.W, chunk, microbatch)
-            for half in halves:
-                if full in sites and half in sites:
-                    later = max(full, half, key=lambda action: sites[action])
-                    _fail(f"{full} already is I and W, and there is {half} too", sites[later], later)
-            forward = Action(Kind.F, chunk, microbatch)
-            needed = [forward] if full in sites else [forward, *halves]
-            for action in needed:
-                if action not in sites:
-                    has_backward = full in sites or any(half in sites for half in halves)
-                    why = "" if action == forward or has_backward else ": this microbatch has no backward"
-                    _fail(f"{action} is missing{why}", _end(plan, rank), action)
-
-
-def _check_stages(sites: Sites) -> None:
-    earlier = {Kind.I: Kind.F, Kind.B: Kind.F, Kind.W: Kind.I}
-    for action, site in sites.items():
-        if action.kind in earlier:
-            first = Action(earlier[action.kind], *action.key)
-            if sites[first] > site:
-                _fail(f"{action} before its {first} (at position {sites[first][1]})", site, action)
-
-
-def _check_microbatch_order(plan: Rows) -> None:
-    last: dict[tuple[Kind, int], Action] = {}
-    for site, action in _walk(plan):
-        if action.kind not in COMPUTE:
+def _check_counts(plan: Rows, sites: _Sites, placement: Placement, num_microbatches: int) -> None:
+    forwards, inputs, weights, fulls = (sites.at[kind] for kind in (_F, _I, _W, _B))
+    for key, (f, i, w, b) in enumerate(zip(forwards, inputs, weights, fulls, strict=True)):
+        whole, half, other = b != _NOWHERE, i != _NOWHERE, w != _NOWHERE
+        if f != _NOWHERE and (half and other and not whole or whole and not half and not other):
             continue
-        kinds = (Kind.I, Kind.W) if action.kind is Kind.B else (action.kind,)
-        chunk, microbatch = action.key
-        for kind in kinds:
-            before = last.get((kind, chunk))
-            if before is not None and before.key[1] > microbatch:
-                _fail(
-                    f"{kind} of chunk {chunk} leaves microbatch order (after {before}): "
-                    "sums would depend on the schedule",
-                    site,
-                    action,
-                )
-            last[kind, chunk] = action
+        chunk, microbatch = divmod(key, num_microbatches)
+        _fail_count(plan, sites, placement.ranks[chunk], chunk, microbatch)
 
 
-def _backward(sites: Sites, chunk: int, microbatch: int) -> Action:
-    full = Action(Kind.B, chunk, microbatch)
-    return full if full in sites else Action(Kind.I, chunk, microbatch)
+def _fail_count(plan: Rows, sites: _Sites, rank: int, chunk: int, microbatch: int) -> None:
+    full = Action(_B, chunk, microbatch)
+    halves = Action(_I, chunk, microbatch), Action(_W, chunk, microbatch)
+    for half in halves:
+        if full in sites and half in sites:
+            later = max(full, half, key=sites.position)
+            _fail(f"{full} already is I and W, and there is {half} too", sites.site(later), later)
+    forward = Action(_F, chunk, microbatch)
+    for action in [forward] if full in sites else [forward, *halves]:
+        if action not in sites:
+            has_backward = full in sites or any(half in sites for half in halves)
+            why = "" if action == forward or has_backward else ": this microbatch has no backward"
+            _fail(f"{action} is missing{why}", _end(plan, rank), action)
 
 
-def _check_messages(plan: Rows, sites: Sites, placement: Placement, num_microbatches: int) -> None:
+def _check_stages(plan: Rows, sites: _Sites) -> None:
+    """F before I, or B, before W."""
+    microbatches = sites.microbatches
+    earlier = {_I: sites.at[_F], _B: sites.at[_F], _W: sites.at[_I]}
+    for rank, row in enumerate(plan):
+        for position, action in enumerate(row):
+            before = earlier.get(action.kind)
+            if before is not None:
+                chunk, microbatch = place_of(action)
+                first = before[chunk * microbatches + microbatch]
+                if first > position:
+                    needed = Action(_I if action.kind is _W else _F, chunk, microbatch)
+                    _fail(f"{action} before its {needed} (at position {first})", (rank, position), action)
+
+
+def _check_microbatch_order(plan: Rows, placement: Placement) -> None:
+    last: dict[Kind, list[Action | None]] = {kind: [None] * placement.num_chunks for kind in (_F, _I, _W)}
+    latest = {kind: [-1] * placement.num_chunks for kind in (_F, _I, _W)}  # the microbatches of the same actions
+    parts = {_F: (_F,), _I: (_I,), _W: (_W,), _B: (_I, _W)}
+    for rank, row in enumerate(plan):
+        for position, action in enumerate(row):
+            kinds = parts.get(action.kind)
+            if kinds is None:
+                continue
+            chunk, microbatch = place_of(action)
+            for kind in kinds:
+                if latest[kind][chunk] > microbatch:
+                    _fail(
+                        f"{kind} of chunk {chunk} leaves microbatch order (after {last[kind][chunk]}): "
+                        "sums would depend on the schedule",
+                        (rank, position),
+                        action,
+                    )
+                last[kind][chunk] = action
+                latest[kind][chunk] = microbatch
+
+
+def _check_messages(plan: Rows, sites: _Sites, placement: Placement, num_microbatches: int) -> None:
     """Each hand-over between ranks is sent after its producer and received before its consumer; no others."""
-    for action, site in sites.items():
-        if action.kind in SENDS | RECEIVES:
-            chunk, direction = action.key[0], direction_of(action.kind)
-            look = placement.target if action.kind in SENDS else placement.source
+    wrong: dict[tuple[Kind, int | None], str] = {}  # why a chunk has no such message
+    for kind in _MESSAGES:
+        direction = direction_of(kind)
+        look = placement.target if kind in SENDS else placement.source
+        for chunk, rank in enumerate(placement.ranks):
             other = look(chunk, direction)
             if other is None:
-                _fail(f"chunk {chunk} has nobody to exchange this with", site, action)
-            if not placement.crosses(chunk, other):
-                _fail(f"chunks {chunk} and {other} share rank {site[0]}: nothing to exchange", site, action)
-    for chunk, rank in enumerate(placement.ranks):
+                wrong[kind, chunk] = f"chunk {chunk} has nobody to exchange this with"
+            elif not placement.crosses(chunk, other):
+                wrong[kind, chunk] = f"chunks {chunk} and {other} share rank {rank}: nothing to exchange"
+    for rank, row in enumerate(plan):
+        for position, action in enumerate(row):
+            if action.kind in _MESSAGES and (action.kind, action.chunk) in wrong:
+                _fail(wrong[action.kind, action.key[0]], (rank, position), action)
+    for chunk in range(placement.num_chunks):
         for direction in "FB":
             source = placement.source(chunk, direction)
-            if source is None or not placement.crosses(chunk, source):
-                continue
-            for microbatch in range(num_microbatches):
-                send = Action(Kind(f"SEND_{direction}"), source, microbatch)
-                receive = Action(Kind(f"RECV_{direction}"), chunk, microbatch)
-                _check_pair(plan, sites, (placement.ranks[source], send), (rank, receive))
+            if source is not None and placement.crosses(chunk, source):
+                _check_line(plan, sites, source, chunk, direction)
 
 
-def _check_pair(plan: Rows, sites: Sites, send: tuple[int, Action], receive: tuple[int, Action]) -> None:
-    for (rank, action), (other_rank, other) in ((send, receive), (receive, send)):
-        if action not in sites:
-            why = f": {other} on rank {other_rank} has no partner" if other in sites else ""
-            _fail(f"{action} is missing{why}", _end(plan, rank), action)
-    forward = direction_of(send[1].kind) == "F"
-    producer, consumer = (
-        Action(Kind.F, *action.key) if forward else _backward(sites, *action.key)
-        for action in (send[1], receive[1])
-    )
-    if sites[send[1]] < sites[producer]:
-        _fail(f"{send[1]} before its producer {producer}", sites[send[1]], send[1])
-    if sites[receive[1]] > sites[consumer]:
-        _fail(f"{receive[1]} is posted after its consumer {consumer}", sites[receive[1]], receive[1])
+def _check_line(plan: Rows, sites: _Sites, source: int, chunk: int, direction: str) -> None:
+    """All messages from one chunk to another."""
+    microbatches, forward = sites.microbatches, direction == "F"
+    send_kind, receive_kind = Kind(f"SEND_{direction}"), Kind(f"RECV_{direction}")
+
+    def of(kind: Kind, where: int) -> list[int]:
+        return sites.at[kind][where * microbatches : (where + 1) * microbatches]
+
+    def works(where: int) -> list[int]:
+        if forward:
+            return of(_F, where)
+        return [b if i == _NOWHERE else i for i, b in zip(of(_I, where), of(_B, where), strict=True)]
+
+    sends, receives = of(send_kind, source), of(receive_kind, chunk)
+    for microbatch, (sent, received, made, read) in enumerate(
+        zip(sends, receives, works(source), works(chunk), strict=True)
+    ):
+        if sent > made and _NOWHERE < received < read:
+            continue
+        send, receive = Action(send_kind, source, microbatch), Action(receive_kind, chunk, microbatch)
+        for action, other in ((send, receive), (receive, send)):
+            if action not in sites:
+                there = sites.ranks[other.key[0]]
+                why = f": {other} on rank {there} has no partner" if other in sites else ""
+                _fail(f"{action} is missing{why}", _end(plan, sites.ranks[action.key[0]]), action)
+        producer, consumer = (
+            Action(_F, *action.key) if forward else _backward(sites, *action.key) for action in (send, receive)
+        )
+        if sent < made:
+            _fail(f"{send} before its producer {producer}", sites.site(send), send)
+        _fail(f"{receive} is posted after its consumer {consumer}", sites.site(receive), receive)
+
+
+def _backward(sites: _Sites, chunk: int, microbatch: int) -> Action:
+    full = Action(_B, chunk, microbatch)
+    return full if full in sites else Action(_I, chunk, microbatch)
 
 
 def _check_queues(plan: Rows, placement: Placement) -> None:
-    sends: dict[Queue, list[tuple[Site, Action]]] = {}
-    receives: dict[Queue, list[tuple[Site, Action]]] = {}
-    for site, action in _walk(plan):
-        if action.kind in SENDS | RECEIVES:
-            ends = sends if action.kind in SENDS else receives
-            ends.setdefault(queue_of(action, placement), []).append((site, action))
+    sends: dict[Queue, list[Action]] = {}
+    receives: dict[Queue, list[Action]] = {}
+    lines: dict[tuple[Kind, int], list[Action]] = {}  # the same lists, by kind and chunk
+    for row in plan:
+        for action in row:
+            if action.kind in _MESSAGES:
+                line = lines.get((action.kind, place_of(action)[0]))
+                if line is None:
+                    ends = sends if action.kind in SENDS else receives
+                    line = lines[action.kind, action.key[0]] = ends.setdefault(queue_of(action, placement), [])
+                line.append(action)
     for queue, sent in sends.items():
-        pairs = zip(sent, receives[queue], strict=True)
-        for place, ((_, send), (site, receive)) in enumerate(pairs):
-            if message_of(send, placement) != message_of(receive, placement):
+        step = 1 if queue.direction == "F" else -1
+        for place, (send, receive) in enumerate(zip(sent, receives[queue], strict=True)):
+            (chunk, microbatch), (reader, other) = place_of(send), place_of(receive)
+            if microbatch != other or chunk + step != reader:
                 _fail(
                     f"message {place} from rank {queue.src} to rank {queue.dst}, direction {queue.direction} "
                     f"is {send} at the sender and {receive} at the receiver",
-                    site,
+                    (queue.dst, plan[queue.dst].index(receive)),
                     receive,
                 )
 

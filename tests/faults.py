@@ -410,7 +410,9 @@ def shared_slot(resource: str) -> Callable[..., Plan]:
             return right
 
         with mock.patch("pipeline.plan.assign_slots", colour):
-            return build_plan(SCHEDULE[resource], ranks, MICROBATCHES, 1)
+            made = build_plan(SCHEDULE[resource], ranks, MICROBATCHES, 1)
+            assert made.slots  # coloured when first asked for, so here
+            return made
 
     return plan
 
