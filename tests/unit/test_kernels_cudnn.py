@@ -116,6 +116,7 @@ def test_graphs_handles_and_workspaces_are_made_once(library, package, gpu):
     assert len(package.graphs) == 4 and len(library.workspaces) == 3
     library.backward(qkv, y, lse, y)
     assert package.launches[-1][1:] == first[1:], "a captured graph would go on using it"
+    assert package.launches[-1][0] is first[0] and len(package.graphs) == 4
     library.close()
     assert not library.workspaces and not any(handle.alive for handle in package.handles)
 
