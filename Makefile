@@ -1,4 +1,4 @@
-# make venv | demo | test | test-long | lint | bench | clean      (make help says what each does)
+# make venv | demo | demo-gpu | test | test-long | lint | bench | clean      (make help says what each does)
 #
 #   PYTHON=python3.12   the interpreter that makes .venv (3.11 or later)
 #   SYSTEM_TORCH=1      keep the torch that this interpreter already has (a CUDA build, say); .venv remembers it
@@ -16,11 +16,12 @@ PIP := $(BIN)/python -m pip install -qq -c .venv/constraints.txt
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long lint bench clean
+.PHONY: help venv demo demo-gpu test test-long lint bench clean
 
 help:
 	@echo 'make venv       make .venv and install everything into it (repeated only when the versions change)'
 	@echo 'make demo       train on real text, kill, resume, compare: the main job in a few minutes'
+	@echo 'make demo-gpu   the same on one GPU or two, with the torch that PYTHON has; installs nothing'
 	@echo 'make test       lint and the test suite, on $(WORKERS) workers'
 	@echo 'make test-long  the tests that take minutes each'
 	@echo 'make lint       ruff and mypy'
@@ -56,6 +57,13 @@ endif
 
 demo: venv
 	$(BIN)/python -m tools.demo
+
+# With the environment's own torch (and Transformer Engine, DEMO="--backend te"): no .venv, and nothing is installed.
+demo-gpu:
+	@$(PYTHON) -c 'import numpy, pydantic, safetensors, torch, yaml' || { \
+	  echo "error: $(PYTHON) lacks a package (see above). Name another one: make demo-gpu PYTHON=..., or install what is" >&2; \
+	  echo "missing there, beside your own torch: pip install numpy pydantic pyyaml safetensors sentencepiece matplotlib" >&2; exit 2; }
+	$(PYTHON) -m tools.demo --device cuda $(DEMO)
 
 test: lint
 	$(PYTEST) -m 'not long'

@@ -1,17 +1,20 @@
 """The demo: train an FP8 pipeline on the standard library's sources, kill it, resume it, and compare bit for bit.
 
-Everything is real: the corpus is made on this machine, two ranks are launched with torchrun, and the proof of resume kills both
-with SIGKILL. ``make demo`` runs it; it ends non-zero when any claim does not hold.
+Everything is real: the corpus is made on this machine, the ranks are launched with torchrun, and the proof of resume kills all
+of them with SIGKILL. ``make demo`` runs it on a CPU with two ranks, ``make demo-gpu`` on one GPU or two, captured as CUDA
+graphs, with an eager run beside it for its speed. It ends non-zero when any claim does not hold.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -22,21 +25,9 @@ from pathlib import Path
 from qeffect_lm.errors import QEffectError, UsageError
 from tools.common import ROOT, TRAIN, add_traceback, children, last_step, run_tool
 
-CONFIG = ROOT / "models/configs/demo.yaml"
-RANKS = 2
-PROOF_STEPS, PROOF_EVERY, PROOF_KILL = 21, 5, 13
-PROOF = [
-    f"train.steps={PROOF_STEPS}",
-    "train.eval_every=0",
-    "precision.fp8.history=3",
-    "data.microbatch_size=2",
-    f"checkpoint.every={PROOF_EVERY}",
-    "checkpoint.keep=0",
-    "optim.warmup_steps=3",
-    "logging.wandb=disabled",
-    "logging.progress=off",
-]
+EAGER_STEPS = 40
 CONTROL_SCALE = "scale/layers.0.attention.qkv.input"
+VOCAB = 4096
 MARKER = ".qeffect-demo"
 
 
@@ -44,9 +35,85 @@ class DemoError(QEffectError):
     """A claim of the demo does not hold."""
 
 
+@dataclass(frozen=True)
+class Setup:
+    """Where the demo runs.
+
+    Attributes:
+        ranks: pipeline stages.
+        steps, every, kill: of the proof: its length, how often it saves, and after which step it is killed.
+        overrides: of every run.
+    """
+
+    device: str
+    config: Path
+    ranks: int
+    steps: int
+    every: int
+    kill: int
+    overrides: tuple[str, ...] = ()
+
+    def proof(self) -> list[str]:
+        """Overrides of the runs that prove the resume."""
+        return [
+            f"train.steps={self.steps}",
+            "train.eval_every=0",
+            "precision.fp8.history=3",
+            "data.microbatch_size=2",
+            f"checkpoint.every={self.every}",
+            "checkpoint.keep=0",
+            "optim.warmup_steps=3",
+            "logging.wandb=disabled",
+            "logging.progress=off",
+        ]
+
+
+def setup(arguments: argparse.Namespace) -> Setup:
+    """Two ranks on a CPU; on GPUs one, or two where there are two.
+
+    Raises:
+        UsageError: no GPU, or fewer than asked for.
+    """
+    if arguments.device == "cpu":
+        return Setup("cpu", ROOT / "models/configs/demo.yaml", 2, 21, 5, 13)
+    visible = gpus()
+    if not visible:
+        raise UsageError("--device cuda: torch sees no GPU here; `make demo` runs on a CPU")
+    ranks = arguments.gpus or min(visible, 2)
+    if not 1 <= ranks <= visible:
+        raise UsageError(f"--gpus {ranks}: torch sees {visible}")
+    overrides = [f"parallel.pp={ranks}", *(["pipeline.schedule=zb-v"] if ranks > 1 else [])]
+    if arguments.backend != "native":
+        overrides.append(f"model.backend={arguments.backend}")
+    return Setup("cuda", ROOT / "models/configs/demo-gpu.yaml", ranks, 40, 20, 27, tuple(overrides))
+
+
+def gpus() -> int:
+    """How many GPUs torch sees, asked in a process of its own: this one stays off the GPU.
+
+    Raises:
+        UsageError: this Python has no torch.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.__version__, torch.cuda.device_count())"],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise UsageError(f"{sys.executable} has no torch: name one that has, make demo-gpu PYTHON=...")
+    version, count = done.stdout.split()
+    print(f"torch {version}, {count} GPUs")
+    return int(count)
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m tools.demo", description=__doc__.splitlines()[0])
-    made.add_argument("--dir", type=Path, default=Path("runs/demo"), help="where everything goes (default: %(default)s)")
+    made.add_argument("--dir", type=Path, help="where everything goes (default: runs/demo, on GPUs runs/demo-gpu)")
+    made.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: %(default)s)")
+    made.add_argument("--gpus", type=int, help="GPUs to train on, as pipeline stages (default: two where there are two)")
+    made.add_argument("--backend", default="native", help="on GPUs: who runs the layers, native or te (default: %(default)s)")
+    made.add_argument("--corpus", type=Path, metavar="DIR", help="use the corpus in DIR, made by an earlier demo")
+    made.add_argument("--only-corpus", action="store_true", help="make the corpus and stop")
     made.add_argument("--max-mb", type=float, default=12.0, help="megabytes of corpus, at least 10 (default: %(default)s)")
     made.add_argument("--steps", type=int, help="optimizer steps of the training (default: the configuration's)")
     add_traceback(made)
@@ -59,15 +126,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def demo(arguments: argparse.Namespace) -> int:
-    """Run the four parts in order."""
+    """Run the parts in order."""
     began = time.monotonic()
-    folder = _fresh(arguments.dir)
-    overrides = _paths(folder)
-    entropy = make_corpus(folder, arguments.max_mb)
-    heading("2. training: two pipeline stages, FP8, captured, contract enforced")
+    where = setup(arguments)
+    folder = _fresh(arguments.dir or Path("runs/demo-gpu" if where.device == "cuda" else "runs/demo"))
+    corpus = arguments.corpus or folder / "corpus"
+    overrides = [*_paths(corpus), *where.overrides]
+    entropy = make_corpus(corpus, arguments.max_mb) if arguments.corpus is None else given_corpus(corpus)
+    if arguments.only_corpus:
+        return 0
+    stages = "one pipeline stage" if where.ranks == 1 else f"{where.ranks} pipeline stages"
+    heading(f"2. training: {stages}, FP8, captured, contract enforced")
     steps = [] if arguments.steps is None else [f"train.steps={arguments.steps}"]
-    torchrun([*overrides, f"run.dir={folder / 'train'}", *steps])
-    prove_resume(folder, overrides)
+    torchrun(where, [*overrides, f"run.dir={folder / 'train'}", *steps])
+    if where.device == "cuda":
+        compare_speeds(where, folder, overrides)
+    prove_resume(where, folder, overrides)
     show_results(folder, entropy)
     print(f"\ndemo finished in {time.monotonic() - began:.0f} s")
     return 0
@@ -87,16 +161,29 @@ def _fresh(folder: Path) -> Path:
     return folder
 
 
-def _paths(folder: Path) -> list[str]:
-    corpus = folder / "corpus"
+def _paths(corpus: Path) -> list[str]:
+    tokenizer = corpus / "stdlib.model" if importlib.util.find_spec("sentencepiece") is not None else "null"
     return [
         f"data.train={corpus / 'stdlib.train'}",
         f"data.valid={corpus / 'stdlib.valid'}",
-        f"data.tokenizer={corpus / 'stdlib.model'}",
+        f"data.tokenizer={tokenizer}",
     ]
 
 
-def make_corpus(folder: Path, megabytes: float) -> float:
+def given_corpus(corpus: Path) -> float:
+    """Part 1, made before: its unigram entropy in nats per token.
+
+    Raises:
+        UsageError: it is not there, or was made with another tokenizer.
+    """
+    from qeffect_lm.data.indexed import IndexedDataset
+    from qeffect_lm.data.stats import unigram_entropy
+
+    heading(f"1. corpus: {corpus}")
+    return unigram_entropy(IndexedDataset(corpus / "stdlib.train"), VOCAB)
+
+
+def make_corpus(corpus: Path, megabytes: float) -> float:
     """Part 1. Returns the corpus's unigram entropy in nats per token."""
     from tools.preprocess import preprocess_corpus, stdlib_python_files
 
@@ -106,9 +193,9 @@ def make_corpus(folder: Path, megabytes: float) -> float:
     files = stdlib_python_files()
     report = preprocess_corpus(
         files,
-        folder / "corpus" / "stdlib",
+        corpus / "stdlib",
         train_tokenizer=True,
-        vocab_size=4096,
+        vocab_size=VOCAB,
         valid_fraction=0.02,
         append_eos=True,
         max_bytes=int(megabytes * 1e6),
@@ -122,27 +209,27 @@ def make_corpus(folder: Path, megabytes: float) -> float:
 # ---- launching -------------------------------------------------------------------------------------------------
 
 
-def _torchrun_command(overrides: Sequence[str]) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    return [*launcher, str(TRAIN), str(CONFIG), *overrides]
+def _torchrun_command(where: Setup, overrides: Sequence[str]) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(where.ranks)]
+    return [*launcher, str(TRAIN), str(where.config), *overrides]
 
 
-def torchrun(overrides: Sequence[str]) -> None:
+def torchrun(where: Setup, overrides: Sequence[str]) -> None:
     """Run to the end with its output shown as it comes."""
-    command = _torchrun_command(overrides)
-    print(f"$ torchrun --nproc-per-node {RANKS} train.py {CONFIG.relative_to(ROOT)} …", flush=True)
+    command = _torchrun_command(where, overrides)
+    print(f"$ torchrun --nproc-per-node {where.ranks} train.py {where.config.relative_to(ROOT)} …", flush=True)
     code = subprocess.run(command, stdin=subprocess.DEVNULL, env=_environment()).returncode
     if code:
         raise DemoError(f"the training ended with exit code {code}")
 
 
-def captured_torchrun(overrides: Sequence[str]) -> str:
+def captured_torchrun(where: Setup, overrides: Sequence[str]) -> str:
     """Run to the end; returns its output."""
     done = subprocess.run(
-        _torchrun_command(overrides), stdin=subprocess.DEVNULL, capture_output=True, text=True, env=_environment()
+        _torchrun_command(where, overrides), stdin=subprocess.DEVNULL, capture_output=True, text=True, env=_environment()
     )
     if done.returncode:
-        raise DemoError(f"a run of the proof ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
+        raise DemoError(f"a run ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
     return done.stdout
 
 
@@ -150,17 +237,17 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def killed_torchrun(overrides: Sequence[str], metrics: Path, step: int) -> list[int]:
-    """Start, SIGKILL both ranks once ``step`` is logged; returns their process ids."""
+def killed_torchrun(where: Setup, overrides: Sequence[str], metrics: Path) -> list[int]:
+    """Start, SIGKILL all ranks once the step to be killed after is logged; returns their process ids."""
     agent = subprocess.Popen(
-        _torchrun_command(overrides),
+        _torchrun_command(where, overrides),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env=_environment(),
     )
     try:
-        while last_step(metrics) < step:
+        while last_step(metrics) < where.kill:
             if agent.poll() is not None:
                 raise DemoError(f"the run to be killed ended by itself with exit code {agent.returncode}")
             time.sleep(0.002)
@@ -172,34 +259,49 @@ def killed_torchrun(overrides: Sequence[str], metrics: Path, step: int) -> list[
         if agent.poll() is None:
             agent.kill()
             agent.wait()
-    if code == 0 or len(ranks) < RANKS:
+    if code == 0 or len(ranks) < where.ranks:
         raise DemoError("the run was not killed in the middle")
     return ranks
+
+
+def compare_speeds(where: Setup, folder: Path, overrides: list[str]) -> None:
+    """Tokens a second of the training just done, and of a short eager run; medians over steps that were logged one by one."""
+    from qeffect_lm.runtime.metrics import read_metrics
+
+    eager = folder / "eager"
+    plain = ["graphs.backend=eager", f"train.steps={EAGER_STEPS}", "train.eval_every=0", "checkpoint.save_at_end=false"]
+    captured_torchrun(where, [*overrides, *plain, "checkpoint.every=0", "logging.progress=off", f"run.dir={eager}"])
+    rates = []
+    for run in (eager, folder / "train"):
+        records = read_metrics(run / "metrics.jsonl")
+        rates.append(statistics.median(m.tokens_per_second for m in records if m.step > 5 and m.tokens_per_second))
+    print(f"tokens/s: {rates[0]:,.0f} eager, {rates[1]:,.0f} captured ({rates[1] / rates[0]:.2f} times)")
 
 
 # ---- the proof -------------------------------------------------------------------------------------------------
 
 
-def prove_resume(folder: Path, overrides: list[str]) -> None:
+def prove_resume(where: Setup, folder: Path, overrides: list[str]) -> None:
     """Part 3: uninterrupted; killed and resumed; compared; and a control that must fail."""
-    heading("3. resume: kill -9 both ranks, restart, compare bit for bit")
-    proof = [*overrides, *PROOF]
+    every = {1: "the rank", 2: "both ranks"}[where.ranks]
+    heading(f"3. resume: kill -9 {every}, restart, {'capture anew, ' if where.device == 'cuda' else ''}compare bit for bit")
+    proof = [*overrides, *where.proof()]
     whole, killed, control = (folder / "resume" / name for name in ("uninterrupted", "killed", "control"))
-    captured_torchrun([*proof, f"run.dir={whole}"])
-    ranks = killed_torchrun([*proof, f"run.dir={killed}"], killed / "metrics.jsonl", PROOF_KILL)
+    captured_torchrun(where, [*proof, f"run.dir={whole}"])
+    ranks = killed_torchrun(where, [*proof, f"run.dir={killed}"], killed / "metrics.jsonl")
     reached = last_step(killed / "metrics.jsonl")
-    print(f"killed both ranks (pids {', '.join(map(str, ranks))}) with SIGKILL after step {reached} of {PROOF_STEPS}")
+    print(f"killed {every} (pids {', '.join(map(str, ranks))}) with SIGKILL after step {reached} of {where.steps}")
     before = (killed / "metrics.jsonl").read_bytes()
     shutil.copytree(killed, control)
-    output = captured_torchrun([*proof, f"run.dir={killed}"])
-    resumed = check_resumed(output, before, killed / "metrics.jsonl")
-    result = compare_runs(whole, killed, resumed.at)
+    output = captured_torchrun(where, [*proof, f"run.dir={killed}"])
+    resumed = check_resumed(output, before, killed / "metrics.jsonl", where.steps)
+    result = compare_runs(whole, killed, resumed.at, where.steps)
     if result.first is not None:
         print(f"resume parity: FAILED, first differing: {result.first}")
         raise DemoError(f"the resumed run differs from the uninterrupted one, first in {result.first}")
     print(f"resume parity: {result.tensors} tensors bitwise equal")
     print(f"  ({result.detail})")
-    run_control(whole, control, proof, resumed.at)
+    run_control(where, whole, control, proof, resumed.at)
 
 
 @dataclass(frozen=True)
@@ -208,7 +310,7 @@ class Resumed:
     to: int
 
 
-def check_resumed(output: str, before: bytes, metrics: Path) -> Resumed:
+def check_resumed(output: str, before: bytes, metrics: Path, end: int) -> Resumed:
     """``resumed at S, ran S+1…T``, and the metrics agree: no step up to S ran again."""
     found = re.search(r"resumed at (\d+), ran (\d+)…(\d+)", output)
     if found is None:
@@ -218,8 +320,8 @@ def check_resumed(output: str, before: bytes, metrics: Path) -> Resumed:
     lines = metrics.read_bytes().splitlines(keepends=True)
     steps = [int(re.search(rb'"step":\s*(\d+)', line).group(1)) for line in lines]  # type: ignore[union-attr]
     kept = b"".join(line for line, step in zip(lines, steps, strict=True) if step <= at)
-    if first != at + 1 or to != PROOF_STEPS or steps != list(range(1, to + 1)):
-        raise DemoError(f"the resumed run ran {first}…{to} and logged steps {steps}; expected {at + 1}…{PROOF_STEPS}")
+    if first != at + 1 or to != end or steps != list(range(1, to + 1)):
+        raise DemoError(f"the resumed run ran {first}…{to} and logged steps {steps}; expected {at + 1}…{end}")
     if not before.startswith(kept):
         raise DemoError(f"a step up to {at} ran again after the resume")
     return Resumed(at, to)
@@ -235,7 +337,7 @@ class Parity:
     detail: str
 
 
-def compare_runs(a: Path, b: Path, resumed_at: int) -> Parity:
+def compare_runs(a: Path, b: Path, resumed_at: int, end: int) -> Parity:
     """Every loss, and at the resumed and the last step every tensor, counter, cursor and fingerprint, as bytes."""
     from checkpoint import compare, open_checkpoint, step_name
     from qeffect_lm.runtime.metrics import read_metrics
@@ -243,7 +345,7 @@ def compare_runs(a: Path, b: Path, resumed_at: int) -> Parity:
     tensors = differing = 0
     first: str | None = None
     meta = ("contract", "data", "tokens", "step", "plan_fingerprint", "graph_fingerprints")
-    for step in (resumed_at, PROOF_STEPS):
+    for step in (resumed_at, end):
         x, y = (open_checkpoint(run / "checkpoints" / step_name(step)) for run in (a, b))
         result = compare(x, y, meta_keys=meta)
         tensors += len(result.equal)
@@ -255,13 +357,13 @@ def compare_runs(a: Path, b: Path, resumed_at: int) -> Parity:
         first = next(f"loss of step {p[0]}" for p, q in zip(*losses, strict=False) if p != q)
     detail = (
         f"weights, masters, moments, scales, histories, open slots, cached FP8 weights and generators at steps {resumed_at} "
-        f"and {PROOF_STEPS}; contract counters, versions, epochs, data cursor, plan and graph fingerprints; "
+        f"and {end}; contract counters, versions, epochs, data cursor, plan and graph fingerprints; "
         f"{len(losses[0])} losses"
     )
     return Parity(tensors, first, differing, detail)
 
 
-def run_control(whole: Path, control: Path, proof: list[str], resumed_at: int) -> None:
+def run_control(where: Setup, whole: Path, control: Path, proof: list[str], resumed_at: int) -> None:
     """Double one scale in the checkpoint and resume from it: the comparison must fail, by that tensor's name."""
     from checkpoint import open_checkpoint, rewrite_checkpoint, step_name
 
@@ -271,8 +373,8 @@ def run_control(whole: Path, control: Path, proof: list[str], resumed_at: int) -
     rewrite_checkpoint(saved, tampered, {CONTROL_SCALE: saved.read(CONTROL_SCALE) * 2})
     shutil.rmtree(control / "checkpoints")
     tampered.rename(control / "checkpoints")
-    captured_torchrun([*proof, f"run.dir={control}"])
-    result = compare_runs(whole, control, resumed_at)
+    captured_torchrun(where, [*proof, f"run.dir={control}"])
+    result = compare_runs(whole, control, resumed_at, where.steps)
     if result.first is None or not result.first.startswith(CONTROL_SCALE):
         raise DemoError(f"the control with {CONTROL_SCALE} doubled was not noticed (first difference: {result.first})")
     print(
@@ -295,17 +397,22 @@ def show_results(folder: Path, entropy: float) -> None:
     held_out = [(m.step, m.eval_loss) for m in records if m.eval_loss is not None]
     before, after = held_out[0][1], held_out[-1][1]
     picture = train / "loss.png"
-    plot_loss(train / "metrics.jsonl", picture, held_out=held_out, unigram_entropy=entropy, title="QEffect LM demo")
+    try:
+        plot_loss(train / "metrics.jsonl", picture, held_out=held_out, unigram_entropy=entropy, title="QEffect LM demo")
+    except QEffectError as error:  # an environment of the user's own may lack matplotlib
+        print(f"no loss plot: {error}")
     print(f"held-out loss: {before:.3f} before, {after:.3f} after ({before - after:.3f} nats/token lower)")
     perplexity = f"{math.exp(before):.0f} -> {math.exp(after):.0f}"
     print(f"unigram entropy of the corpus: {entropy:.3f} nats/token; held-out perplexity {perplexity}")
-    print("sample:", flush=True)
-    sample = [sys.executable, "-m", "tools.generate", str(train.absolute() / "checkpoints"), "--prompt", "def "]
-    subprocess.run([*sample, "--tokens", "80", "--seed", "1"], check=True, env=_environment())
+    if importlib.util.find_spec("sentencepiece") is not None:
+        print("sample:", flush=True)
+        sample = [sys.executable, "-m", "tools.generate", str(train.absolute() / "checkpoints"), "--prompt", "def "]
+        hidden = {"CUDA_VISIBLE_DEVICES": ""}  # one token at a time is no work for a GPU
+        subprocess.run([*sample, "--tokens", "80", "--seed", "1"], check=True, env={**_environment(), **hidden})
     runs = sorted((train / "wandb").glob("offline-run-*"))
-    print(f"\nloss plot:   {picture}")
+    print(f"\nloss plot:   {picture if picture.exists() else 'none (install matplotlib)'}")
     print(f"metrics:     {train / 'metrics.jsonl'}")
-    print(f"wandb run:   {runs[-1] if runs else 'none (install the extra wandb)'}")
+    print(f"wandb run:   {runs[-1] if runs else 'none'}")
     print(f"checkpoint:  {train / 'checkpoints' / (train / 'checkpoints/latest').read_text().strip()}")
     if before - after < 3.0:
         raise DemoError(f"the held-out loss fell by {before - after:.3f} nats/token, less than 3")

@@ -53,6 +53,8 @@ def load_for_inference(path: Path) -> tuple[Assembly, int]:
     saved["pipeline"] = {"microbatches": saved["pipeline"]["microbatches"]}  # one chunk on one process
     saved["graphs"] = {"backend": "eager"}
     saved["contract"] = {}
+    if saved["run"].get("device") == "cuda" and not torch.cuda.is_available():
+        saved["run"]["device"] = "cpu"  # sampling needs no GPU
     if saved["model"].get("backend") == "te":  # one token at a time fits no product of its own; the native one reads the same
         saved["model"]["backend"] = "native"
         if saved["precision"]["fp8"]["recipe"] == "block":

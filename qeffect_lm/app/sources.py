@@ -7,7 +7,6 @@ import torch
 from qeffect_lm.config import Config
 from qeffect_lm.data.indexed import IndexedDataset
 from qeffect_lm.data.loader import StepBatch, StepLoader, sequential_batches
-from qeffect_lm.data.tokenizer import Tokenizer
 from qeffect_lm.errors import UsageError
 from qeffect_lm.parallel.mesh import Mesh
 
@@ -49,6 +48,8 @@ def check_tokenizer(config: Config) -> None:
     """The tokenizer's vocabulary is the model's."""
     if config.data.tokenizer is None:
         return
+    from qeffect_lm.data.tokenizer import Tokenizer  # needs sentencepiece, which training on token ids alone does not
+
     tokenizer = Tokenizer(config.data.tokenizer)
     if tokenizer.vocab_size != config.model.vocab_size:
         raise UsageError(
