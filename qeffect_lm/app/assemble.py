@@ -481,10 +481,10 @@ def _register(
     if flat.separate_params:
         trained["param_buffer"] = Rule.GUARDED
     register.add_object("flat", flat, {**trained, "grad_buffer": Rule.SCRATCH})
-    for owner, part in (("timeline", timeline), ("optimizer", optimizer), ("step_end", end)):
-        register.add_object(owner, part)
     for name, tensor in cache.tensors():
         register.add(f"cache/{name}", tensor, owner="cache", rule=Rule.GUARDED)
+    for owner, part in (("timeline", timeline), ("optimizer", optimizer), ("step_end", end)):
+        register.add_object(owner, part)  # what they share with flat and cache has its rule already
     for index, stage in stages.items():
         for number, slot in enumerate(stage.slots):
             for name, tensor in slot.tensors().items():

@@ -67,7 +67,9 @@ def _tensors(name: str, part: object) -> Iterator[tuple[str, torch.Tensor]]:
             return
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
-            yield name, value
+            # A wrapper (a library's quantised tensor) computes by rules of its own over storages that its owner registers.
+            if type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+                yield name, value
         elif isinstance(value, Mapping):
             for key, item in value.items():
                 yield from walk(f"{name}.{key}", item)

@@ -374,3 +374,28 @@ def test_rehearsed_optimizer_moves_nothing():
         end.gather_()
         end.optimizer_step_()
     assert all(int(checksum(tensor)) != old for tensor, old in zip(kept, before, strict=True))
+
+
+def test_every_storage_has_one_rule():
+    """What two owners share is registered once: a second entry under another rule would copy what is guarded."""
+    register = train(config(precision__dtype="bfloat16"), 1).assembly.register
+    rules: dict[int, set[Rule]] = {}
+    for entry in register.entries:
+        rules.setdefault(entry.tensor.untyped_storage()._cdata, set()).add(entry.rule)
+    assert all(len(found) == 1 for found in rules.values())
+    guarded = [entry.name for entry in register.under(Rule.GUARDED)]
+    assert any(name.startswith("cache/") for name in guarded) and "flat/master_buffer" in guarded
+    assert not any(entry.name.startswith(("step_end/_cache", "optimizer/flat")) for entry in register.entries)
+
+
+def test_a_wrapper_tensor_is_left_to_its_owner():
+    class Wrapper(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError("nothing is asked of it")
+
+    part = Part()
+    part.wrapped = torch.Tensor._make_wrapper_subclass(Wrapper, (4,), dtype=torch.float32)
+    known = HiddenStateRegister()
+    known.add_object("part", part)
+    assert [entry.name for entry in known.entries] == ["part/buffer", "part/left"]
