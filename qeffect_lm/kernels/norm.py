@@ -1,8 +1,8 @@
 """RMSNorm (Zhang and Sennrich 2019): row statistics, forward alone or with the quantisation of its consumer, backward.
 
 The fused forward is two launches: statistics, one program per row, then the quantising kernel, which normalises each tile on
-its way (``x`` comes from the cache by then). One launch would have to hold the whole hidden size of as many tokens as a
-transposed run has, which leaves most of the GPU idle at a few thousand tokens.
+its way (``x`` comes from the cache by then). Or one, for shapes that the table of configurations names: a program then holds
+the whole hidden size of a few tokens, and the transposed copy leaves in runs as short as that.
 """
 
 from __future__ import annotations
@@ -48,6 +48,28 @@ def _norm_quantise_kernel(
     r = tl.load(rstd + row, mask=row < m, other=0.0)
     w = tl.load(weight + column, mask=column < k, other=0.0).to(tl.float32)
     normed = (values * r[:, None] * w[None, :]).to(x.dtype.element_ty).to(tl.float32)  # what the unfused layer would hand over
+    if AMAX:
+        merge_amax(amax, magnitude(normed, mask))
+    emit(normed, row, column, mask, factor, rows, columns, m, k, ROWS, COLUMNS, E5M2)
+    store_inverse(pid, factor, scale_inv)
+
+
+@triton.jit(do_not_specialize_on_alignment=SCALARS)
+def _norm_whole_rows_kernel(
+    x, weight, rstd, scale, rows, columns, amax, scale_inv, m, k, eps,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, AMAX: tl.constexpr, E5M2: tl.constexpr,
+    TILE_M: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Statistics, norm and quantise of ``TILE_M`` whole rows."""
+    pid, factor = tl.program_id(0), tl.load(scale)
+    row, column = pid * TILE_M + tl.arange(0, TILE_M), tl.arange(0, BLOCK)
+    mask = (row < m)[:, None] & (column < k)[None, :]
+    raw = tl.load(x + row.to(tl.int64)[:, None] * k + column[None, :], mask=mask, other=0.0)
+    wide = raw.to(tl.float32)
+    r = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(wide * wide, axis=1) / k + eps))
+    tl.store(rstd + row, r, mask=row < m)
+    w = tl.load(weight + column, mask=column < k, other=0.0).to(tl.float32)
+    normed = (raw.to(tl.float32) * r[:, None] * w[None, :]).to(x.dtype.element_ty).to(tl.float32)
     if AMAX:
         merge_amax(amax, magnitude(normed, mask))
     emit(normed, row, column, mask, factor, rows, columns, m, k, ROWS, COLUMNS, E5M2)
@@ -141,6 +163,22 @@ def quantise(x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, outputs:
     launched("norm_quantise", x, weight, rstd, *outputs.pointers())
     _norm_quantise_kernel[tile.grid(m, k)](x, weight, rstd, *outputs.pointers(), m, k, **outputs.switches(tile))
     return outputs.quantised()
+
+
+def forward_quantise(x: torch.Tensor, weight: torch.Tensor, eps: float, outputs: Outputs) -> tuple[Quantised, torch.Tensor]:
+    """``x`` ``[m, k]`` → its norm in FP8, and 1 / rms of each row: by :func:`inverse_rms` and :func:`quantise`, or at once."""
+    m, k = x.shape
+    cut = tables.norm_rows(m, k)
+    if cut is None:
+        rstd = inverse_rms(x, eps)
+        return quantise(x, weight, rstd, outputs), rstd
+    rstd = torch.empty(m, device=x.device)
+    switches = {name: value for name, value in outputs.switches(cut).items() if name != "TILE_K"}
+    launched("norm_whole_rows", x, weight, rstd, *outputs.pointers(), eps)
+    _norm_whole_rows_kernel[(triton.cdiv(m, cut.rows),)](
+        x, weight, rstd, *outputs.pointers(), m, k, eps, BLOCK=triton.next_power_of_2(k), **switches
+    )
+    return outputs.quantised(), rstd
 
 
 def backward(

@@ -3,6 +3,7 @@
 ``python -m tools.bench kernels --tune`` measures configurations on a GPU and writes the file. What it holds:
 
     tiles           kernel → "MxK" (the matrix) → [tile rows, tile columns, warps]
+    norm_rows       "MxK" → [rows, warps]: norm and quantise in one launch, so many whole rows a program
     norm_backward   "MxK" → [runs of rows, rows at a time, warps]
     attention       "dq" or "dk_dv" → "SxD" (sequence, head size) → [queries, keys, warps, stages] of a block
     products        per GPU and version of cuBLASLt: product (see :func:`product_name`) → its 64-byte algorithm, in hex
@@ -74,6 +75,12 @@ def tile(kernel: str, m: int, k: int) -> Tile:
     """The tile of a quantising kernel for a matrix ``[m, k]``."""
     found = _TABLES["tiles"].get(kernel, {}).get(f"{m}x{k}")
     return DEFAULT_TILE if found is None else Tile(*found)
+
+
+def norm_rows(m: int, k: int) -> Tile | None:
+    """Whole rows of a norm with its quantisation in one launch; None: in two, by tiles."""
+    found = _TABLES["norm_rows"].get(f"{m}x{k}")
+    return None if found is None else Tile(found[0], k, found[1])
 
 
 def norm_runs(m: int, k: int, runs: int, block: int) -> Runs:

@@ -36,10 +36,9 @@ class NormQuantiser:
     def __call__(
         self, x: torch.Tensor, scale: torch.Tensor, fmt: Format, /, *, columns: bool, amax_out: torch.Tensor | None
     ) -> Quantised:
-        x = x.contiguous()
-        self.rstd = norm.inverse_rms(x, self._rms.eps)
         outputs = Outputs(x.shape, scale, fmt, rows=True, columns=columns, amax_out=amax_out)
-        return norm.quantise(x, self._rms.weight, self.rstd, outputs)
+        made, self.rstd = norm.forward_quantise(x.contiguous(), self._rms.weight, self._rms.eps, outputs)
+        return made
 
 
 def swiglu_quantiser(

@@ -29,6 +29,7 @@ from tests.unit.test_kernels_layers import (  # noqa: F401
     test_cross_entropy,
     test_cross_entropy_shows_a_nan,
     test_norm,
+    test_norm_of_whole_rows_is_the_same,
     test_norm_quantised_is_the_norm_then_quantised,
     test_rope,
     test_rope_backward_quantised_is_the_gather_then_quantised,

@@ -88,6 +88,31 @@ def test_norm_quantised_is_the_norm_then_quantised(shape):
     assert slots[0].item() == slots[1].item() == y.float().abs().max().item()
 
 
+@pytest.mark.parametrize(("shape", "rows"), [((70, 130), 16), ((64, 64), 8), ((3, 96), 4)])
+def test_norm_of_whole_rows_is_the_same(shape, rows, monkeypatch):
+    """One launch gives the bytes of two, statistics, amax and inverse scale included (compiled, the statistics may differ in
+    their last bits: another order of summation)."""
+    from qeffect_lm.kernels import norm, tables
+    from qeffect_lm.kernels.quantise import Outputs
+
+    x = random(*shape, seed=7, dtype=torch.bfloat16, scale=5.0).to(DEVICE)
+    weight = random(shape[1], seed=8, dtype=torch.bfloat16).to(DEVICE)
+    results = []
+    for cut in (None, tables.Tile(rows, shape[1], 4)):
+        monkeypatch.setattr(tables, "norm_rows", lambda m, k, cut=cut: cut)
+        slot = scalar(-1.0)
+        outputs = Outputs(shape, scalar(37.0), E4M3, rows=True, columns=True, amax_out=slot)
+        results.append((*norm.forward_quantise(x, weight, 1e-5, outputs), slot))
+    (two, rstd, amax), (one, rstd_too, amax_too) = results
+    assert torch.allclose(rstd, rstd_too, rtol=2**-21, atol=0) and (rstd > 0).all()
+    if INTERPRETED:
+        same(one, two)
+        assert torch.equal(rstd, rstd_too) and amax.item() == amax_too.item() > 0
+    else:
+        differing = (one.rows.view(torch.uint8) != two.rows.view(torch.uint8)).double().mean().item()
+        assert differing < 0.01 and torch.equal(one.rows.view(torch.uint8).t(), one.columns.view(torch.uint8))
+
+
 def silu(x: torch.Tensor) -> torch.Tensor:
     return x * torch.sigmoid(x)
 

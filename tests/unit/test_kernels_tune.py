@@ -60,16 +60,19 @@ def test_a_table_is_made(products, library, monkeypatch, tmp_path):  # noqa: F81
         made()()  # a candidate's own inputs, and its launch
         liked = [number >= 4900 for number in library.algorithms[before:]]
         liked += [tables.tile("swiglu", 16, 96) == tables.Tile(*likes["tile"])]
+        liked += [tables.norm_rows(16, 128) == tables.Tile(16, 128, 1)]
         liked += [tables.norm_runs(16, 128, 256, 128).runs == likes["runs"], tables.attention("dq", 16, 64).n == 32]
         return 5.0 if any(liked) else 10.0
 
     before = tmp_path / "before.json"
-    before.write_text('{"tiles": {"quantise": {"1x2": [64, 64, 4]}}, "norm_backward": {}, "attention": {}, "products": []}')
+    empty: dict = {"norm_rows": {}, "norm_backward": {}, "attention": {}, "products": []}
+    before.write_text(json.dumps({"tiles": {"quantise": {"1x2": [64, 64, 4]}}, **empty}))
     monkeypatch.setattr(tables, "FILE", before)
     monkeypatch.setattr(tune, "VOCAB", 256)
     monkeypatch.setattr(cublaslt, "usual", lambda matrix: True)  # as on a GPU, whose storages lie so
     monkeypatch.setattr(tune, "REPEATS", 2)
     monkeypatch.setattr(tune, "TILES", ((64, 64, 8), likes["tile"]))
+    monkeypatch.setattr(tune, "WHOLE_ROWS", ((4, 1), (16, 1)))
     monkeypatch.setattr(tune, "RUNS", ((4, 1, 1), (16, 1, 1)))
     monkeypatch.setattr(tune, "BLOCKS", {"dq": ((64, 64, 4, 2), likes["dq"])})
     monkeypatch.setattr(tune, "CublasLt", lambda device, algorithms: products)
@@ -81,6 +84,7 @@ def test_a_table_is_made(products, library, monkeypatch, tmp_path):  # noqa: F81
     assert made["tiles"] == {name: {shape: [32, 64, 4]} for name, shape in kernels.items()} | {
         "quantise": {"1x2": [64, 64, 4], "16x128": [32, 64, 4]}
     }
+    assert made["norm_rows"] == {"16x128": [16, 1]}
     assert made["norm_backward"] == {"16x128": [4, 1, 1]}
     assert made["attention"] == {"dq": {"16x64": [64, 32, 4, 3], "16x128": [64, 32, 4, 3]}}
     (entry,) = made["products"]
@@ -88,7 +92,7 @@ def test_a_table_is_made(products, library, monkeypatch, tmp_path):  # noqa: F81
     for number in entry["algorithms"].values():
         assert number == algorithm(int.from_bytes(bytes.fromhex(number)[:8], "little")).hex()
         assert 4900 < int.from_bytes(bytes.fromhex(number)[:8], "little") < 5000
-    assert json.loads(json.dumps(made)) == made and len(said) == 1 + 13 + 5 + 1 + 2
+    assert json.loads(json.dumps(made)) == made and len(said) == 1 + 13 + 5 + 2 + 2
 
 
 def test_what_cannot_be_asked(capsys, monkeypatch, tmp_path):

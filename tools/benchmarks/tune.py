@@ -35,6 +35,7 @@ REPEATS = 8
 TILES = (  # the default first
     (64, 64, 8), (64, 64, 4), (32, 64, 4), (64, 32, 4), (32, 128, 8), (128, 32, 8), (128, 64, 8), (128, 64, 16), (64, 128, 16),
 )  # fmt: skip
+WHOLE_ROWS = tuple((rows, warps) for rows in (4, 8, 16, 32) for warps in (4, 8, 16, 32))  # of a norm in one launch
 _ROWS = ((1, 2), (1, 4), (1, 8), (2, 4), (2, 8), (4, 8))  # at a time, and warps
 RUNS = tuple((runs, rows, warps) for runs in (128, 256, 512) for rows, warps in _ROWS)
 BLOCKS = {
@@ -96,8 +97,8 @@ def tune(shapes: Iterable[Layer], parts: Iterable[str], say: Callable[[str], Non
             for kernel, shape, tile in tiles(layer, say):
                 _write(table["tiles"].setdefault(kernel, {}), shape, tile)
         if "norm" in parts:
-            for shape, runs in norms(layer, say):
-                _write(table["norm_backward"], shape, runs)
+            _write(table["norm_rows"], *norm_rows(layer, say))
+            _write(table["norm_backward"], *norms(layer, say))
         if "attention" in parts:
             for which, shape, blocks in attentions(layer, say):
                 _write(table["attention"].setdefault(which, {}), shape, blocks)
@@ -290,7 +291,25 @@ def _tiles_of(make: Callable[[Any], Callable[[], object]], shape: tuple[int, int
     return refined(found, timed)
 
 
-def norms(layer: Layer, say: Callable[[str], None]) -> Iterable[tuple[str, list[int] | None]]:
+def norm_rows(layer: Layer, say: Callable[[str], None]) -> tuple[str, list[int] | None]:
+    """(shape, rows and warps of the norm in one launch or None for two launches)."""
+    m, h = layer.tokens, layer.hidden
+    weight, block = new(h), 1 << (h - 1).bit_length()
+
+    def make() -> Callable[[], object]:
+        x, places = new(m, h), outputs(m, h)
+        return lambda: norm.forward_quantise(x, weight, 1e-5, places)
+
+    def timed(cut: list[int] | None, times: int) -> float:
+        with mock.patch.object(tables, "norm_rows", lambda *_: None if cut is None else tables.Tile(cut[0], h, cut[1])):
+            return _time(make, 4 * m * h, times)
+
+    fitting = [list(cut) for cut in WHOLE_ROWS if 16 <= cut[0] * block // (32 * cut[1]) <= 64]
+    found = [Found(cut, timed(cut, 1)) for cut in (None, *fitting)]
+    return f"{m}x{h}", _reported(f"norm in one launch {m}x{h}", refined(found, timed), say)
+
+
+def norms(layer: Layer, say: Callable[[str], None]) -> tuple[str, list[int] | None]:
     """(shape, runs or None for the default) of a norm's backward."""
     m, h = layer.tokens, layer.hidden
     weight = new(h)
@@ -309,7 +328,7 @@ def norms(layer: Layer, say: Callable[[str], None]) -> Iterable[tuple[str, list[
             return _time(make, 8 * m * h, times)
 
     found = [Found(list(runs), timed(list(runs), 1)) for runs in ((default.runs, default.rows, default.warps), *fitting)]
-    yield f"{m}x{h}", _reported(f"norm backward {m}x{h}", refined(found, timed), say)
+    return f"{m}x{h}", _reported(f"norm backward {m}x{h}", refined(found, timed), say)
 
 
 def attentions(layer: Layer, say: Callable[[str], None]) -> Iterable[tuple[str, str, list[int] | None]]:
