@@ -139,6 +139,7 @@ def _warm_up(engine: Engine) -> None:
 
 def _connect(engine: Engine) -> None:
     """Every collective of a step's end, once: NCCL connects at the first use, which a capture refuses. All ranks call it."""
+    engine.streams.synchronize_all()  # a gather would take back the veto under which the rehearsed optimizer still runs
     with engine.computing(), engine.streams.current(COLLECTIVE):
         for work in (engine.end.reduce_, engine.end.gather_loss_, engine.end.gather_):
             work()
