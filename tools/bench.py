@@ -9,6 +9,7 @@ layers     four decoder layers, forward and backward: Transformer Engine alone, 
            backends, eager and captured (GPU only, with Transformer Engine); --shapes 2048x1024,... for some sizes only
 curves     losses of BF16 and of FP8 with both windows on the demo's corpus, 300 steps, three seeds each: do they differ
            by more than the seeds do?
+plans      tools.plan on many ranks: each schedule generated, checked, lowered and timed; seconds of wall and CPU time (no GPU)
 train      whole training steps of the presets bench-s and bench-m, measured and predicted bubble (GPUs only); with stages on
            several GPUs:  torchrun --nproc-per-node 2 -m tools.bench train --schedules 1f1b,zb-v
 
@@ -21,6 +22,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -50,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--schedules", default="1f1b", metavar="LIST", help="of train (default: %(default)s)")
     made.add_argument("--microbatches", default="8", metavar="LIST", help="of train (default: %(default)s)")
     made.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of train: override a preset's key")
+    made.add_argument("--plans", metavar="LIST", help="of plans: STAGESxMICROBATCHES, with commas (default: 32x256,64x1024)")
     made.add_argument("--tune", action="store_true", help="of kernels: choose configurations")
     made.add_argument("--parts", default="products,tiles,norm", metavar="LIST", help="of --tune (default: %(default)s)")
     made.add_argument("--tune-shapes", metavar="LIST", help="of --tune: hidden:MLP:tokens (default: four of the benchmarks)")
@@ -94,23 +97,22 @@ def training(arguments: argparse.Namespace) -> int:
         if leads:
             print(text, flush=True)
 
-    rows: list[dict[str, Any]] = []
+    report: dict[str, Any] = {
+        "benchmark": "train",
+        "command": f"python -m tools.bench {' '.join(sys.argv[1:])}",
+        "qeffect_lm": __version__,
+        "commit": commit(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": f"{env.world} x {torch.cuda.get_device_name()}",
+        "rows": [],
+    }
     for case in cases(arguments):
-        rows.append(benchmark.measure(case, ROOT / "models/configs", arguments.steps, say))
-        say(benchmark.table(rows[-1:]))
-    say("\n" + benchmark.table(rows))
-    if leads:
-        report = {
-            "benchmark": "train",
-            "command": f"python -m tools.bench {' '.join(sys.argv[1:])}",
-            "qeffect_lm": __version__,
-            "commit": commit(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "device": f"{env.world} x {torch.cuda.get_device_name()}",
-            "rows": rows,
-        }
-        write(report, arguments.json)
+        report["rows"].append(benchmark.measure(case, ROOT / "models/configs", arguments.steps, say))
+        say(benchmark.table(report["rows"][-1:]))
+        if leads:
+            write(report, arguments.json)  # after each: a run that is cut short keeps what it measured
+    say("\n" + benchmark.table(report["rows"]))
     if env.world > 1:
         torch.distributed.destroy_process_group()
     return 0
@@ -284,6 +286,34 @@ def curves(arguments: argparse.Namespace) -> int:
     return 0 if found["verdict"]["ok"] else 1
 
 
+def plans(arguments: argparse.Namespace) -> int:
+    """Large plans, one process each."""
+    from tools.benchmarks import plans as benchmark
+
+    text = arguments.plans or benchmark.SIZES
+    try:
+        sizes = [(int(p), int(m)) for p, m in (word.split("x") for word in text.split(","))]
+    except ValueError:
+        raise UsageError(f"--plans {text}: STAGESxMICROBATCHES, with commas, as 32x256,64x1024") from None
+    load = os.getloadavg()[0]
+    rows = benchmark.measure(sizes, ROOT, lambda line: print(line, flush=True))
+    print("\n" + benchmark.table(rows))
+    report = {
+        "benchmark": "plans",
+        "command": " ".join(["python -m tools.bench plans", *([f"--plans {arguments.plans}"] if arguments.plans else [])]),
+        "qeffect_lm": __version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "device": f"CPU {platform.machine()}, one process at a time",
+        "load_average_before_and_after": [load, os.getloadavg()[0]],
+        "cores": os.cpu_count(),
+        "costs": benchmark.COSTS,
+        "rows": rows,
+    }
+    write(report, arguments.json)
+    return 0
+
+
 def write(report: dict[str, Any], path: Path | None) -> None:
     """The figures as JSON, if a file was named."""
     if path is not None:
@@ -311,9 +341,13 @@ def described(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit of the source tree; "unknown" outside a repository."""
+    """The commit of the source tree, of a repository or of an archive made from one; else "unknown"."""
     done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    if done.returncode == 0:
+        return done.stdout.strip()
+    archived = ROOT / ".git_archival.txt"  # git fills it in when it writes an archive of the tree
+    text = archived.read_text().strip() if archived.exists() else ""
+    return text.removeprefix("node: ") if re.fullmatch(r"node: [0-9a-f]{40,64}", text) else "unknown"
 
 
 def effects_table(figures: dict[str, dict[str, float]]) -> str:
@@ -361,6 +395,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "curves": curves,
     "kernels": kernels,
     "layers": layers,
+    "plans": plans,
     "train": training,
 }
 
