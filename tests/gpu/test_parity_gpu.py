@@ -26,7 +26,7 @@ STEPS = 20
 @pytest.mark.parametrize(
     "cell",
     [
-        Cell("1f1b", "step", 256, 4),
+        Cell("1f1b", "step", 256, 4, dropout=0.1),
         Cell("zb-h1@3", "microbatch", 256, 4),
         Cell("zb-v@2", "step", 256, 4, scope="step"),
     ],

@@ -14,9 +14,9 @@ from pipeline.plan import build_plan
 from qeffect_lm.parallel.mesh import Mesh
 from tools.proofs import double, lockstep
 from tools.proofs.cells import MICROBATCHES, SKIPS, Cell, cells, on_one_rank
-from tools.proofs.matrix import line
+from tools.proofs.matrix import line, one_answer
 
-CELL = Cell("zb-v@2", "step", 64, 4)
+CELL = Cell("zb-v@2", "step", 64, 4, dropout=0.1)
 
 
 def check(cell: Cell, steps: int = 4) -> dict[str, Any]:
@@ -75,10 +75,26 @@ def test_the_cells():
     assert len({cell.name for cell in made}) == len(made) and {cell.pp for cell in made} == {1, 2}
     for cell in made:
         assert cell.make_plan().num_ranks == cell.pp == cell.config("eager", "cpu").parallel.pp
+    assert {cell.dropout for cell in made if cell.hidden == 256} == {0.0, 0.1}
     assert {(c.plan, c.window) for c in made if c.hidden == 256 and c.pp == 2} >= {("zb-v", "step"), ("zb-v", "microbatch")}
     batch, skipped = CELL.batch(SKIPS[0] - 1), CELL.batch(SKIPS[0])
     assert torch.isfinite(batch.loss_mask).all() and not torch.isfinite(skipped.loss_mask).all()
     assert not torch.equal(batch.inputs, skipped.inputs)
+
+
+def test_one_answer():
+    """Equal losses of all cells of window step are one answer; a plan that differs is named; no control, no proof."""
+
+    def cell(name: str, window: str, *losses: float) -> dict[str, Any]:
+        return {"cell": name, "hidden": 64, "layers": 4, "dropout": 0.0, "window": window, "losses": losses, "steps": 2}
+
+    same, other = [cell("a", "step", 1.0, 2.0), cell("b", "step", 1.0, 2.0)], cell("m", "microbatch", 1.0, 2.5)
+    (row,) = one_answer([*same, other])
+    assert row["ok"] and row["plans"] == ["a", "b"] and row["control_first"] == "m" and "equal" in line(row)
+    (row,) = one_answer([*same, cell("c", "step", 1.0, 2.1), other])
+    assert not row["ok"] and row["first"] == "c against a"
+    assert not one_answer([*same, cell("m", "microbatch", 1.0, 2.0)])[0]["ok"]
+    assert one_answer(same) == [] and one_answer([same[0], other]) == []
 
 
 def test_float64_reference():

@@ -27,6 +27,7 @@ class Cell:
         pp: pipeline ranks.
         scope: what one graph holds.
         backend: who runs the layers.
+        dropout: with it the layers run apart; without, attention and MLP are a node each.
     """
 
     plan: str
@@ -36,10 +37,11 @@ class Cell:
     pp: int = 1
     scope: str = "action"
     backend: str = "native"
+    dropout: float = 0.0
 
     @property
     def name(self) -> str:
-        words = [f"pp{self.pp}", self.plan, self.window, f"hidden {self.hidden}", f"{self.layers} layers"]
+        words = [f"pp{self.pp}", self.plan, self.window, f"hidden {self.hidden}x{self.layers}", f"dropout {self.dropout:g}"]
         return " ".join([*words, *([self.backend] if self.backend != "native" else []), f"scope {self.scope}"])
 
     def config(self, graphs: str, device: str, **more: Any) -> Config:
@@ -54,7 +56,7 @@ class Cell:
                 "num_heads": self.hidden // 64,
                 "num_kv_heads": max(1, self.hidden // 128),
                 "ffn_size": 2 * self.hidden,
-                "dropout": 0.1,
+                "dropout": self.dropout,
             },
             "precision": {"dtype": "bfloat16", "fp8": {"recipe": "delayed", "history": HISTORY, "window": self.window}},
             "parallel": {"pp": self.pp},
@@ -138,13 +140,14 @@ LAYERS = {256: 4, 1024: 4, 4096: 2}
 def cells(
     pp: int, hidden: Sequence[int], windows: Sequence[str], scopes: Sequence[str], backend: str = "native"
 ) -> Iterator[Cell]:
-    """The default cells: every plan in both windows at 256; wider, window and plan take turns. Whole steps as one graph: two of
-    the plans."""
+    """The default cells: every plan in both windows at 256; wider, window and plan take turns. Every other cell has dropout.
+    Whole steps as one graph: two of the plans."""
     for scope in scopes:
         for width in hidden:
             choice = ONE if pp == 1 else TWO
             plans = choice.get(width, choice[256])
             for number, plan in enumerate(plans if scope == "action" else plans[:3:2]):
-                for window in windows:
+                for turn, window in enumerate(windows):
+                    dropout = 0.1 * ((number + turn) % 2)
                     if width == 256 or len(plans) == 1 or len(windows) == 1 or window == WINDOWS[number % 2]:
-                        yield Cell(plan, window, width, LAYERS.get(width, 4), pp, scope, backend)
+                        yield Cell(plan, window, width, LAYERS.get(width, 4), pp, scope, backend, dropout)

@@ -52,7 +52,7 @@ def check(cell: Cell, device: str, threads: int) -> dict[str, Any]:
     loss_error = abs(fp8_loss - loss) / abs(loss)
     bound, control = gradient_bound(cell.layers), _relative(2 * fp8_grads[worst], grads[worst])
     return {
-        "cell": f"float64 reference, hidden {cell.hidden}, {cell.layers} layers",
+        "cell": f"float64, hidden {cell.hidden}x{cell.layers} dropout {cell.dropout:g}",
         "ok": loss_error <= LOSS_BOUND and errors[worst] <= bound < control and all(bool(g.any()) for g in grads.values()),
         "gradients": len(errors),
         "loss_relative_error": loss_error,

@@ -20,9 +20,9 @@ from qeffect_lm.errors import QEffectError
 from qeffect_lm.runtime.metrics import read_metrics
 from tools.common import environment, kill_after, launch
 
-VOCAB, HIDDEN = 512, 256
+VOCAB = 512
 CONFIG = f"""
-model: {{vocab_size: {VOCAB}, hidden_size: {HIDDEN}, num_layers: 4, num_heads: 4, num_kv_heads: 2, ffn_size: 512, dropout: 0.1}}
+model: {{vocab_size: {VOCAB}, hidden_size: 128, num_layers: 4, num_heads: 2, num_kv_heads: 1, ffn_size: 256}}
 precision: {{dtype: bfloat16, fp8: {{recipe: delayed, history: 4}}}}
 pipeline: {{microbatches: 4}}
 data: {{seq_len: 128, microbatch_size: 2}}
@@ -44,10 +44,11 @@ class Job:
     pp: int
     scope: str = "action"
     backend: str = "native"
+    dropout: float = 0.1
 
     @property
     def name(self) -> str:
-        words = ["killed", f"pp{self.pp}", self.schedule, self.window]
+        words = ["killed", f"pp{self.pp}", self.schedule, self.window, f"dropout {self.dropout:g}"]
         return " ".join([*words, *([self.backend] if self.backend != "native" else []), f"scope {self.scope}"])
 
     def overrides(self, device: str, steps: int) -> list[str]:
@@ -59,6 +60,7 @@ class Job:
             f"pipeline.schedule={self.schedule}",
             f"pipeline.w_delay={int(self.schedule == '1f1b')}",
             f"precision.fp8.window={self.window}",
+            f"model.dropout={self.dropout}",
             f"train.steps={steps}",
         ]
         if self.scope != "action":

@@ -14,6 +14,7 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -176,6 +177,7 @@ def check(cell: Cell, mesh: Mesh, comm: Communicator, device: str, steps: int) -
     control = next((row["control"] for row in every if row["control"]), None)
     return {
         "cell": cell.name,
+        **asdict(cell),
         "ranks": len(every),
         "steps": steps,
         "ok": first is None and not faults and control is not None,

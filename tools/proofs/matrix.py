@@ -48,6 +48,10 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None] = print) -> in
     apply_to_torch(threads=1)
     rank = int(os.environ.get("RANK", "0"))
     cells = _run_here(arguments, say if rank == 0 else lambda text: None)
+    if rank == 0 and "WORLD_SIZE" not in os.environ:
+        for row in one_answer(cells):
+            cells.append(row)
+            say(line(row))
     if rank == 0:
         passed = sum(cell["ok"] for cell in cells)
         say(f"{passed} cells equal with a control that differs, {len(cells) - passed} not")
@@ -55,6 +59,36 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None] = print) -> in
             arguments.report.parent.mkdir(parents=True, exist_ok=True)
             arguments.report.write_text(json.dumps(report(arguments.device, cells), indent=1) + "\n")
     return 0 if cells and all(cell["ok"] for cell in cells) else 1
+
+
+def one_answer(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Window ``step``: all plans, numbers of ranks and scopes of one model have the same losses, bit for bit; the control is a
+    cell of window ``microbatch``, where the order of commits is part of the arithmetic."""
+    groups: dict[tuple[int, int, float], list[dict[str, Any]]] = {}
+    for cell in cells:
+        if "losses" in cell:
+            groups.setdefault((cell["hidden"], cell["layers"], cell["dropout"]), []).append(cell)
+    rows = []
+    for (hidden, layers, dropout), found in groups.items():
+        same = [cell for cell in found if cell["window"] == "step"]
+        others = [cell for cell in found if cell["window"] != "step"]
+        if len(same) < 2 or not others:
+            continue
+        odd = next((cell for cell in same if cell["losses"] != same[0]["losses"]), None)
+        control = next((cell for cell in others if cell["losses"] != same[0]["losses"]), None)
+        rows.append(
+            {
+                "cell": f"one answer of {len(same)} plans, hidden {hidden}x{layers} dropout {dropout:g}",
+                "ok": odd is None and control is not None,
+                "steps": same[0]["steps"],
+                "tensors": len(same),
+                "first": None if odd is None else f"{odd['cell']} against {same[0]['cell']}",
+                "control_first": None if control is None else control["cell"],
+                "plans": [cell["cell"] for cell in same],
+                "seconds": 0.0,
+            }
+        )
+    return rows
 
 
 def report(device: str, cells: list[dict[str, Any]]) -> dict[str, Any]:
@@ -106,9 +140,11 @@ def _single(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[d
 
     found = []
     if "float64" in arguments.part:
-        for hidden in arguments.hidden:
-            cell = Cell("1f1b", "step", hidden, min(4, LAYERS.get(hidden, 4)), backend=arguments.backend)
-            found.append(double.check(cell, arguments.device, os.cpu_count() or 1))
+        threads = min(16, len(os.sched_getaffinity(0)))
+        for number, hidden in enumerate([*arguments.hidden, min(arguments.hidden)]):
+            dropout = 0.1 if number == len(arguments.hidden) else 0.0
+            cell = Cell("1f1b", "step", hidden, LAYERS.get(hidden, 4), backend=arguments.backend, dropout=dropout)
+            found.append(double.check(cell, arguments.device, threads))
             say(line(found[-1]))
     if "lockstep" in arguments.part:
         windows = arguments.window or ["step", "microbatch"]
@@ -163,8 +199,12 @@ def _under_torchrun(arguments: argparse.Namespace, pp: int, say: Callable[[str],
 def _killed(arguments: argparse.Namespace, pp: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
     from tools.proofs.killed import Job, Runs, check
 
-    plans = {"action": (("1f1b", "step"), ("zb-v", "microbatch")), "step": (("zb-v", "step"),)}
-    jobs = [Job(*plan, pp, scope, arguments.backend) for scope in arguments.scope for plan in plans[scope]]
+    plans = {"action": (("1f1b", "step", 0.1), ("zb-v", "microbatch", 0.0)), "step": (("zb-v", "step", 0.0),)}
+    jobs = [
+        Job(schedule, window, pp, scope, arguments.backend, dropout)
+        for scope in arguments.scope
+        for schedule, window, dropout in plans[scope]
+    ]
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="qeffect-killed-"))
 
     def one(number: int) -> dict[str, Any]:
@@ -190,9 +230,9 @@ def line(cell: dict[str, Any]) -> str:
             f"loss off by {cell['loss_relative_error']:.1e} (bound {cell['loss_bound']:g}), {cell['gradients']} gradients by "
             f"at most {worst:.3f} (bound {cell['bound']:.3f}, control {control:.3f})"
         )
-        return f"{cell['cell']:52} {'within' if cell['ok'] else 'NOT WITHIN'}: {text}  [{cell['seconds']} s]"
+        return f"{cell['cell']:58} {'within' if cell['ok'] else 'NOT WITHIN'}: {text}  [{cell['seconds']} s]"
     result = "equal" if cell["first"] is None else f"DIFFERENT: {cell['first']}"
     faults = f"; NOT SOUND: {cell['faults'][0]}" if cell.get("faults") else ""
     control = f"control differs ({cell['control_first']})" if cell["control_first"] else "CONTROL DOES NOT DIFFER"
     number = cell.get("tensors_per_step") or cell["tensors"]
-    return f"{cell['cell']:52} {cell['steps']} steps, {number:>5} tensors  {result}{faults}; {control}  [{cell['seconds']} s]"
+    return f"{cell['cell']:58} {cell['steps']} steps, {number:>5} tensors  {result}{faults}; {control}  [{cell['seconds']} s]"
