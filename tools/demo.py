@@ -82,7 +82,7 @@ def setup(arguments: argparse.Namespace) -> Setup:
     ranks = arguments.gpus or min(visible, 2)
     if not 1 <= ranks <= visible:
         raise UsageError(f"--gpus {ranks}: torch sees {visible}")
-    overrides = [f"parallel.pp={ranks}", *(["pipeline.schedule=zb-v"] if ranks > 1 else [])]
+    overrides = [f"parallel.pp={ranks}", *(["pipeline.schedule=zb-v", "pipeline.w_delay=0"] if ranks > 1 else [])]
     if arguments.backend != "native":
         overrides.append(f"model.backend={arguments.backend}")
     return Setup("cuda", ROOT / "models/configs/demo-gpu.yaml", ranks, 40, 20, 27, tuple(overrides))

@@ -1,4 +1,4 @@
-"""Where the demo runs: ranks and overrides by device and number of GPUs, and what is refused. (The demo itself is its own test.)"""
+"""Where the demo runs: ranks and overrides by device and number of GPUs, and what is refused."""
 
 from __future__ import annotations
 
