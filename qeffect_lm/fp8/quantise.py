@@ -63,7 +63,8 @@ def quantise(
         amax_out: 0-dim float32 slot that is max-merged with ``max |x|`` (a NaN wins and stays visible).
         rows_out, columns_out, scale_inv_out: storages to write into instead of new ones (a slot's).
     """
-    if kernels.usable(x):
+    # Not of float32: for whole tiles of it Triton 3.6 writes a wrong transposed copy on an H200 (the rows are right).
+    if kernels.usable(x) and x.dtype.itemsize == 2:
         from qeffect_lm.kernels import quantise as kernel
 
         outputs = kernel.Outputs(
