@@ -12,9 +12,10 @@ sent to the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from functools import partial
+from math import inf, isfinite
 
 from pipeline.auto_exact import Exact, lower_bound, search
 from pipeline.auto_improve import improve
@@ -35,6 +36,8 @@ SHARES = (0.5, 0.25, 0.25)  # of the search's effort, for the best orders that d
 EFFORT = 12_000_000  # operations timed in local search with effort 1
 MOST_TRIES = 8000
 MOST_EXACT = 150  # operations; the search goes as deep as there are
+NAMED, FLOATING, GREEDY = "named", "floating", "greedy"  # where an order comes from
+LARGE = 10_000  # operations above which the first order that is known to be optimal ends the search
 MADE = 3_000_000  # operations in orders made and timed per placement with effort 1 or less; the named ones always are
 
 
@@ -125,36 +128,68 @@ def solve(
     Args:
         problems: one for each placement that may be used, by its name in :data:`SHAPES`; :func:`placement_of` places.
         effort, window, holding: as of :func:`auto`.
-        tolerance: costs that differ by no more than this fraction count as equal, and the plan that holds least is taken.
+        tolerance: of the plans that cost at most this fraction more than the best, and no more than any named schedule within
+            the limit, the one that holds least is taken.
 
     Raises:
         UsageError: a limit that no plan can keep.
     """
-    found: list[Candidate] = []
+    found: list[tuple[float, tuple[int, int], Candidate]] = []
     named: dict[str, float] = {}
-    tried = 0
-    for shape, problem in problems.items():
-        for number, (name, order) in enumerate(_orders(shape, problem)):
-            if name not in SCHEDULES and number * problem.operations > MADE * max(1.0, effort):
-                break
-            tried += 1
-            timing = measure(order, problem) if all(fits(row, problem, rank) for rank, row in enumerate(order)) else None
-            if timing is not None:
-                found.append(Candidate(name, problem, order, timing.cost))
-                if name in SCHEDULES:
-                    named[name] = timing.cost
+    wanted = _Wanted(problems.values(), tolerance)
+    guesses = [_Guesses(shape, problem, effort) for shape, problem in problems.items()]
+    for kind in (NAMED, FLOATING, GREEDY):  # the cheapest first: a good order early saves much of the dearer ones
+        for number, mine in enumerate(guesses):
+            for place, name, order in mine.make(kind, wanted):
+                problem = mine.problem
+                fit = all(fits(row, problem, rank) for rank, row in enumerate(order))
+                timing = measure(order, problem) if fit else None
+                if timing is not None:
+                    candidate = Candidate(name, problem, order, timing.cost)
+                    found.append((timing.cost, (number, place), candidate))
+                    wanted.add(candidate)
+                    if kind == NAMED:
+                        named[name] = timing.cost
     if not found:
         raise UsageError(_too_small(list(problems.values())))
-    found.sort(key=lambda candidate: candidate.cost)
-    best = _improved(found, effort)
+    candidates = [candidate for *_, candidate in sorted(found, key=lambda one: one[:2])]
+    best = _improved(candidates, effort)
     if tolerance > 0:
-        equal = [candidate for candidate in (best, *found) if candidate.cost <= best.cost * (1 + tolerance)]
+        most = min(best.cost * (1 + tolerance), *named.values(), inf)
+        equal = [candidate for candidate in (best, *candidates) if candidate.cost <= most]
         best = min(equal, key=_held)  # of those that hold as much, the fastest: they are sorted
     bound = min(map(lower_bound, problems.values()))
     compute = to_actions(best.order)
     m = best.problem.microbatches
     plan = make_plan("auto", compute, best.problem.placement, m, window=window, holding=holding)
-    return Auto(plan, best.cost, best.name, best.problem, bound, named, tried)
+    return Auto(plan, best.cost, best.name, best.problem, bound, named, sum(mine.made for mine in guesses))
+
+
+class _Wanted:
+    """Up to which cost an order can still matter, given those found so far; dearer ones need not be completed.
+
+    What matters is the best order, those as good within the tolerance, and those that local search would start from; nothing
+    but the best once that is known to be the optimum.
+    """
+
+    def __init__(self, problems: Iterable[Problem], tolerance: float) -> None:
+        self.problems, self.tolerance = list(problems), tolerance
+        self.optimum = min(lower_bound(problem) + problem.slack for problem in self.problems)
+        self.found: list[Candidate] = []
+        self.most = inf
+        self.settled = False  # nothing can be better, and looking for what rounding makes less is not worth the time
+
+    def add(self, candidate: Candidate) -> None:
+        if candidate.cost <= self.most:
+            self.found.append(candidate)
+            self.found.sort(key=lambda one: one.cost)
+            best = self.found[0].cost
+            starts = [] if best <= self.optimum else _starts(self.found)[: len(SHARES)]
+            last = best if best <= self.optimum else starts[-1].cost if len(starts) == len(SHARES) else inf
+            self.most = max(last, best * (1 + self.tolerance))
+            large = max(problem.operations for problem in self.problems) > LARGE
+            self.settled = large and best <= self.optimum and self.tolerance == 0
+            self.found = [one for one in self.found if one.cost <= self.most]
 
 
 def _held(candidate: Candidate) -> float:
@@ -244,24 +279,54 @@ def _too_small(problems: Sequence[Problem]) -> str:
     return f"no plan found within the memory limit {min(problems[0].limit):g}; raise it"
 
 
-def _orders(shape: str, problem: Problem) -> Iterator[tuple[str, Order]]:
-    """Orders worth timing, best guesses first; the named ones as they are, then with W where it costs least."""
-    p, m = problem.placement.num_ranks, problem.microbatches
-    bases = [
-        (name, from_actions(schedule(p, m))) for name, schedule in SCHEDULES.items() if schedule.shape == shape
-    ]
-    yield from bases
-    if shape == "linear":
-        bases += [(f"ahead {slope:g}", _steeper(problem, slope)) for slope in (1.25, 1.5, 1.75, 2, 2.5, 3)]
-    for patience in PATIENCE:
-        for name, base in bases:
-            order = float_weights(base, problem, patience)
-            if order is not None:
-                yield f"{name}, W by patience {patience:g}", order
-        for first in ("F", "I", "turns"):
-            order = greedy(problem, patience, first)
-            if order is not None:
-                yield f"greedy {first}, patience {patience:g}", order
+class _Guesses:
+    """The orders of one placement worth timing, best guesses first: the named ones as they are, then with W where it costs
+    least, and greedy ones. ``made`` counts those made, complete or given up; :data:`MADE` limits their number."""
+
+    def __init__(self, shape: str, problem: Problem, effort: float) -> None:
+        self.problem = problem
+        self.most = MADE * max(1.0, effort) / problem.operations
+        p, m = problem.placement.num_ranks, problem.microbatches
+        self._named = {
+            name: from_actions(schedule(p, m)) for name, schedule in SCHEDULES.items() if schedule.shape == shape
+        }
+        self._bases: dict[str, Callable[[], Order]] = {name: partial(self._named.__getitem__, name) for name in self._named}
+        if shape == "linear":
+            for slope in (1.25, 1.5, 1.75, 2, 2.5, 3):
+                self._bases[f"ahead {slope:g}"] = partial(_steeper, problem, slope)
+        self.made = 0
+        self._none: list[int] = []  # places of orders that cannot keep the limit
+
+    def make(self, kind: str, wanted: _Wanted) -> Iterator[tuple[int, str, Order]]:
+        """(its place among all guesses, its name, it) of one kind, without those that cannot matter."""
+        for place, (one, name, guess) in enumerate(self._all(wanted)):
+            if one != kind or (kind != NAMED and (wanted.settled or self._before(place) > self.most)):
+                continue
+            order = guess()
+            if order is None:
+                self._none.append(place)
+                continue
+            self.made += 1
+            if order:
+                yield place, name, order
+
+    def _before(self, place: int) -> int:
+        return place - sum(none < place for none in self._none)
+
+    def _all(self, wanted: _Wanted) -> Iterator[tuple[str, str, Callable[[], Order | None]]]:
+        for name in self._named:
+            yield NAMED, name, self._bases[name]
+        for patience in PATIENCE:
+            for name, base in self._bases.items():
+                yield FLOATING, f"{name}, W by patience {patience:g}", partial(self._floating, base, patience, wanted)
+            for first in ("F", "I", "turns"):
+                yield GREEDY, f"greedy {first}, patience {patience:g}", partial(self._greedy, patience, first, wanted)
+
+    def _floating(self, base: Callable[[], Order], patience: float, wanted: _Wanted) -> Order | None:
+        return float_weights(base(), self.problem, patience, wanted.most)
+
+    def _greedy(self, patience: float, first: str, wanted: _Wanted) -> Order | None:
+        return greedy(self.problem, patience, first, wanted.most)
 
 
 def _steeper(problem: Problem, slope: float) -> Order:
@@ -278,11 +343,7 @@ def _steeper(problem: Problem, slope: float) -> Order:
 def _improved(found: Sequence[Candidate], effort: float) -> Candidate:
     """The best candidate after local search from the best few that differ; as given where it finds nothing."""
     best = found[0]
-    starts: list[Candidate] = []
-    for candidate in found:
-        slack = candidate.problem.slack
-        if all(abs(candidate.cost - other.cost) > slack or candidate.problem != other.problem for other in starts):
-            starts.append(candidate)
+    starts = _starts(found)
     for candidate, share in zip(starts, SHARES, strict=False):
         if best.cost <= lower_bound(best.problem) + best.problem.slack:
             break
@@ -291,3 +352,13 @@ def _improved(found: Sequence[Candidate], effort: float) -> Candidate:
         if cost < best.cost:
             best = Candidate(f"{candidate.name}, improved", candidate.problem, order, cost)
     return best
+
+
+def _starts(found: Sequence[Candidate]) -> list[Candidate]:
+    """Of candidates in the order of their cost those that differ in it, or in their placement."""
+    starts: list[Candidate] = []
+    for candidate in found:
+        slack = candidate.problem.slack
+        if all(abs(candidate.cost - other.cost) > slack or candidate.problem != other.problem for other in starts):
+            starts.append(candidate)
+    return starts

@@ -10,16 +10,28 @@ import heapq
 from collections.abc import Callable, Sequence
 from math import inf
 
-from pipeline.auto_problem import Operation, Order, Problem
+from pipeline.auto_problem import EPS, Operation, Order, Problem
 
 Choice = Operation | float | None  # what to run now; or when to look again; or nothing is known
 
 
 class _Clock:
-    """All ranks half-way through a step: what each has done, holds and has been sent."""
+    """All ranks half-way through a step: what each has done, holds and has been sent.
 
-    def __init__(self, problem: Problem) -> None:
+    It gives up once the order is known to cost more than ``most``. The order's own times, those of
+    :func:`~pipeline.auto_problem.measure`, are kept beside the clock's for that: a rank may decide late to run what it
+    could have run before, so the clock may be behind them. What a rank has idled, and all its work, is in its cost.
+    """
+
+    def __init__(self, problem: Problem, most: float = inf) -> None:
         self.problem = problem
+        margin = most + 10 * problem.slack + EPS * most  # rounding must not decide
+        self.allowed = [margin - problem.work(rank) for rank in range(len(problem.chunks_of))]
+        self.idle = [0.0] * len(self.allowed)
+        self.begun = [problem.objective == "makespan"] * len(self.allowed)  # a span begins with the rank's first work
+        self.ended = [0.0] * len(self.allowed)
+        self.made_f = [[0.0] * problem.microbatches for _ in problem.placement.ranks]
+        self.made_i = [[0.0] * problem.microbatches for _ in problem.placement.ranks]
         ranks, m = problem.placement.ranks, problem.microbatches
         self.order: Order = [[] for _ in problem.chunks_of]
         self.ready_f = [[inf] * m for _ in ranks]  # per chunk and microbatch: when the input is there
@@ -36,54 +48,77 @@ class _Clock:
         return late[done] if done < len(late) else None
 
     def run(self, choose: Callable[[int, float], Choice]) -> Order | None:
-        """Let ``choose(rank, now)`` pick for every free rank until nothing more happens; None if work is left."""
+        """Let ``choose(rank, now)`` pick for every free rank until nothing more happens.
+
+        Returns: the order; None if work is left; empty if it costs more than is wanted.
+        """
         events = [(0.0, rank) for rank in range(len(self.order))]
-        slack = self.problem.slack
+        slack, free, pop, push = self.problem.slack, self.free, heapq.heappop, heapq.heappush
         while events:
-            now, rank = heapq.heappop(events)
-            if self.free[rank] > now + slack:
+            now, rank = pop(events)
+            if free[rank] > now + slack:
                 continue
             choice = choose(rank, now)
             if isinstance(choice, tuple):
-                self._execute(rank, now, choice, events)
+                if not self._execute(rank, now, choice, events):
+                    return []
             elif choice is not None and choice < inf:
-                heapq.heappush(events, (choice, rank))
+                push(events, (choice, rank))
         complete = sum(map(len, self.order)) == self.problem.operations
         return self.order if complete else None
 
-    def _execute(self, rank: int, now: float, operation: Operation, events: list[tuple[float, int]]) -> None:
+    def _execute(self, rank: int, now: float, operation: Operation, events: list[tuple[float, int]]) -> bool:
+        """Run an operation; False if the order costs too much."""
         problem, (kind, chunk, microbatch) = self.problem, operation
         self.order[rank].append(operation)
         self.count[kind][chunk] += 1
-        other = None
+        start, other = self.ended[rank], None
         if kind == "F":
-            end = now + problem.t_f[chunk]
+            length = problem.t_f[chunk]
             self.held[rank] += problem.m_b[chunk]
-            if chunk + 1 < len(self.ready_f):
+            source, made = chunk - 1, self.made_f
+            if chunk + 1 < len(made):
                 other, ready = chunk + 1, self.ready_f
             else:
-                self.ready_i[chunk][microbatch] = end
+                self.ready_i[chunk][microbatch] = now + length
         elif kind == "I":
-            end = now + problem.t_i[chunk]
+            length = problem.t_i[chunk]
             self.held[rank] += problem.m_w[chunk] - problem.m_b[chunk]
             self.late[rank].append(("W", chunk, microbatch))
+            source, made = chunk + 1, self.made_i
             if chunk:
                 other, ready = chunk - 1, self.ready_i
         else:
-            end = now + problem.t_w[chunk]
+            length = problem.t_w[chunk]
             self.held[rank] -= problem.m_w[chunk]
             self.late_done[rank] += 1
+        ranks = problem.placement.ranks
+        if kind != "W":
+            if 0 <= source < len(ranks):
+                arrival = made[source][microbatch]
+                if ranks[source] != rank:
+                    arrival += problem.t_comm
+                if arrival > start:
+                    if self.begun[rank]:
+                        self.idle[rank] += arrival - start
+                        if self.idle[rank] > self.allowed[rank]:
+                            return False
+                    start = arrival
+            made[chunk][microbatch] = start + length
+        self.begun[rank] = True
+        self.ended[rank] = start + length
+        end = self.free[rank] = now + length
         if other is not None:
-            holder = problem.placement.ranks[other]
+            holder = ranks[other]
             ready[other][microbatch] = end if holder == rank else end + problem.t_comm
             if holder != rank:  # now it is known when the result will be there: the holder may wait for it
                 heapq.heappush(events, (now, holder))
                 heapq.heappush(events, (ready[other][microbatch], holder))
-        self.free[rank] = end
         heapq.heappush(events, (end, rank))
+        return True
 
 
-def float_weights(order: Order, problem: Problem, patience: float) -> Order | None:
+def float_weights(order: Order, problem: Problem, patience: float, most: float = inf) -> Order | None:
     """The same order of F and I, with each W where it costs least.
 
     Args:
@@ -91,10 +126,11 @@ def float_weights(order: Order, problem: Problem, patience: float) -> Order | No
         problem: times, sizes and limit.
         patience: with a result on its way that arrives in less than ``patience`` · T_W the rank waits for it;
             otherwise it runs a W.
+        most: an order that costs more is not wanted.
 
-    Returns: an order within the limit, or None if this order of F and I cannot keep it.
+    Returns: an order within the limit, or None if this order of F and I cannot keep it; an empty one if it costs more.
     """
-    clock = _Clock(problem)
+    clock = _Clock(problem, most)
     todo = [[operation for operation in row if operation[0] != "W"] for row in order]
     place = [0] * len(todo)
     slack = problem.slack
@@ -117,7 +153,7 @@ def float_weights(order: Order, problem: Problem, patience: float) -> Order | No
     return clock.run(choose)
 
 
-def greedy(problem: Problem, patience: float, first: str) -> Order | None:
+def greedy(problem: Problem, patience: float, first: str, most: float = inf) -> Order | None:
     """List scheduling: of what is ready a rank takes F or I, and W when neither is, or when memory is short.
 
     An F starts only if the rank could still finish its oldest open microbatch, so no limit above one microbatch
@@ -127,10 +163,11 @@ def greedy(problem: Problem, patience: float, first: str) -> Order | None:
         problem: times, sizes and limit.
         patience: as in :func:`float_weights`.
         first: what is taken if both are ready: ``"F"``, ``"I"``, or ``"turns"``: the other than last time.
+        most: an order that costs more is not wanted.
 
-    Returns: an order within the limit, or None.
+    Returns: an order within the limit, or None; an empty one if it costs more than ``most``.
     """
-    clock = _Clock(problem)
+    clock = _Clock(problem, most)
     m, slack = problem.microbatches, problem.slack
     last = ["I"] * len(clock.order)
 

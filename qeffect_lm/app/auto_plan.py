@@ -30,7 +30,8 @@ from qeffect_lm.units import format_bytes
 UNIT = Part(0.0, 0.0, 0.0, 0.0, 0.0)
 TOLERANCE = 0.015
 """Plans that a profile cannot tell apart: two profiles of one machine differ by more. And memory costs time too: on two H200
-plans that were predicted 1.3 % faster with several times the memory ran 4 % slower (docs/schedules.md)."""
+plans that were predicted 1.3 % faster with several times the memory ran 4 % slower (docs/schedules.md). Whatever is taken is
+predicted to be at least as good as every named schedule within the limit."""
 
 
 def choose_plan(

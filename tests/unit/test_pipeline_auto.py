@@ -349,12 +349,84 @@ def test_a_cut_search_says_so() -> None:
         exact(auto(4, 16, 1, 1, 1, shapes=("linear",), effort=0))
 
 
-def test_a_tolerance_takes_the_plan_that_holds_least():
-    """Costs measured on two GPUs (ms), 32 microbatches: within 1.5 % of the fastest there is a plan with far less memory."""
+def held(found: Auto) -> float:
+    return max(peak_activations(found.plan.actions, found.problem.m_b, found.problem.m_w))
+
+
+def two_gpus(limit: float | None = None) -> dict:
+    """Costs measured on two GPUs (ms), 32 microbatches."""
     times = ([2.76, 3.17], [5.95, 6.29], [2.06, 2.5])
-    problems = {shape: _problem(shape, 2, 32, times, 0.07, (1.0, 0.66), None, "makespan") for shape in SHAPES}
+    return {shape: _problem(shape, 2, 32, times, 0.07, (1.0, 0.66), limit, "makespan") for shape in SHAPES}
+
+
+def test_a_tolerance_takes_the_plan_that_holds_least():
+    """Of those that cost up to 1.5 % more than the fastest, and no more than a named schedule, it holds far less."""
+    problems = two_gpus()
     fastest, chosen = solve(problems, effort=0.0), solve(problems, effort=0.0, tolerance=0.015)
-    held = [max(peak_activations(found.plan.actions, found.problem.m_b, found.problem.m_w)) for found in (fastest, chosen)]
     assert fastest.cost <= chosen.cost <= 1.015 * fastest.cost
-    assert held[1] < held[0] / 2
+    assert held(chosen) < held(fastest) / 2
     assert solve(problems, effort=0.0, tolerance=0.0).plan == fastest.plan
+
+
+@pytest.mark.parametrize("limit", [None, 4.0, 2.0])
+@pytest.mark.parametrize("tolerance", [0.015, 0.2, 10.0])
+def test_no_named_schedule_is_better_within_a_tolerance(limit, tolerance):
+    """Also where a worse plan would hold less: 1F1B holds 2 microbatches and is 3 % behind ZB-V here."""
+    found = solve(two_gpus(limit), effort=0.0, tolerance=tolerance)
+    assert found.named
+    assert found.cost <= min(found.named.values())
+    simulated = simulate(found.plan, found.problem.t_f, found.problem.t_i, found.problem.t_w, found.problem.t_comm)
+    assert simulated.makespan == pytest.approx(found.cost)
+
+
+def test_a_named_schedule_may_be_the_one_that_holds_least():
+    """One rank: all orders take as long, and 1F1B holds one microbatch."""
+    problems = {"linear": _problem("linear", 1, 8, (1.0, 1.0, 1.0), 0.0, (1.0, 0.5), None, "makespan")}
+    found = solve(problems, effort=0.0, tolerance=0.015)
+    assert found.origin == "1f1b" and held(found) == 1.0
+
+
+@pytest.mark.parametrize("objective", ["span", "makespan"])
+@pytest.mark.parametrize(("p", "m", "limit"), [(2, 8, 2.0), (4, 8, 4.0), (4, 8, 5.5), (3, 6, 2.0), (5, 7, 9.0)])
+def test_giving_orders_up_changes_nothing(p, m, limit, objective, monkeypatch):
+    """Orders that cost too much to matter are not completed; completing them all finds the same plan."""
+    problems = {shape: _problem(shape, p, m, (1.0, 0.9, 0.5), 0.05, (1.0, 0.7), limit, objective) for shape in SHAPES}
+    short, given_up = {}, []
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.auto.float_weights", _noting(float_weights, given_up))
+        patch.setattr("pipeline.auto.greedy", _noting(greedy, given_up))
+        for tolerance in (0.0, 0.015):
+            short[tolerance] = solve(problems, effort=0.02, tolerance=tolerance)
+    assert given_up.count(True) > 5
+    monkeypatch.setattr("pipeline.auto._Wanted.add", lambda *_: None)
+    for tolerance, found in short.items():
+        full = solve(problems, effort=0.02, tolerance=tolerance)
+        assert (full.plan, full.cost, full.origin) == (found.plan, found.cost, found.origin)
+
+
+def _noting(make, given_up: list[bool]):
+    def noting(*arguments):
+        order = make(*arguments)
+        given_up.append(order == [])
+        return order
+
+    return noting
+
+
+def test_an_order_is_given_up_only_above_its_cost():
+    problem = _problem("v", 3, 8, (1.0, 0.9, 0.5), 0.05, (1.0, 0.7), 3.0, "span")
+    base = from_actions(SCHEDULES["zb-v"](3, 8))
+    for make in (lambda most: float_weights(base, problem, 0.5, most), lambda most: greedy(problem, 0.5, "turns", most)):
+        order = make(float("inf"))
+        cost = measure(order, problem).cost
+        assert make(cost) == order
+        assert make(0.9 * cost) == []
+
+
+def test_the_first_optimum_ends_the_search_of_a_large_problem(monkeypatch):
+    """One rank: every order takes as long as the work, and 1F1B is the first. In a small problem rounding decides, as ever."""
+    assert auto(1, 4, 18.522, 18.086, 9.337, 0.601, effort=0).tried > len(SCHEDULES)
+    monkeypatch.setattr("pipeline.auto.LARGE", 1)
+    found = auto(1, 4, 18.522, 18.086, 9.337, 0.601, effort=0)
+    assert found.origin == "1f1b"
+    assert found.tried == len(SCHEDULES)
