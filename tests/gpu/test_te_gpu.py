@@ -312,8 +312,8 @@ def test_both_backends_train_alike():
     theirs = train(settings("delayed"), 6, batches=data)
     assert [name for name, _ in sorted(ours.tensors.items())] == [name for name, _ in sorted(theirs.tensors.items())]
     assert all(abs(a - b) < 0.02 * abs(a) for a, b in zip(ours.losses, theirs.losses, strict=True))
-    ratio = ours.scales[-1] / theirs.scales[-1]
-    assert float(ratio.min()) > 0.5 and float(ratio.max()) < 2.0
+    ratio = ours.scales[0] / theirs.scales[0]  # of the first step's amax; later ones follow weights that have drifted apart
+    assert float(ratio.min()) > 0.8 and float(ratio.max()) < 1.25
 
 
 def test_both_backends_cast_weights_alike():
