@@ -6,17 +6,21 @@ then frozen ones: the optimizer therefore works on two contiguous ranges and nev
 has neither gradient nor moments. Within a range the order is the order of the specs. Padding between
 parameters starts at zero and stays zero.
 
+With a :class:`Shard` (ZeRO stage 1) the buffers of masters and moments hold only what this data-parallel rank owns, one piece
+of the flat range behind the other (:mod:`qeffect_lm.optim.buckets`); parameters and main gradients stay whole.
+
 Buffers are allocated once and only ever written in place: a captured graph may bake their addresses.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
+from qeffect_lm.optim.buckets import BucketPlan, Span, boxes, plan_buckets
 from qeffect_lm.state import LogicalTensor, Role
 
 ALIGNMENT_BYTES = 256
@@ -65,14 +69,39 @@ class Entry:
     segment: str
 
 
+@dataclass(frozen=True)
+class Shard:
+    """Which part of the optimizer's state a replica holds: of ``ranks`` replicas that of ``rank``. ``bucket_bytes`` is the most
+    bytes of main gradients that are reduced at once."""
+
+    ranks: int
+    rank: int
+    bucket_bytes: int
+
+
+@dataclass(frozen=True)
+class Views:
+    """One range that the optimizer updates, in all storages. ``param`` is None where it is the master itself."""
+
+    master: torch.Tensor
+    grad: torch.Tensor
+    moment1: torch.Tensor
+    moment2: torch.Tensor
+    param: torch.Tensor | None
+
+
 class FlatBuffers:
     """Masters, parameters, main gradients and moments of one rank.
 
     ``master_buffer`` and ``param_buffer`` are ``[total]``; ``grad_buffer``, ``moment1_buffer`` and
-    ``moment2_buffer`` are ``[trainable]``, the part before the frozen parameters; moments have the master's
-    dtype. When ``param_dtype`` equals ``master_dtype``, ``param_buffer`` *is* ``master_buffer``; otherwise
-    :meth:`gather` refreshes it by a cast. ``decay_range`` and ``no_decay_range`` are the two element ranges
-    the optimizer updates.
+    ``moment2_buffer`` are ``[trainable]``, the part before the frozen parameters; moments have
+    ``moment_dtype``, by default the master's. When ``param_dtype`` equals ``master_dtype``, ``param_buffer``
+    *is* ``master_buffer``; otherwise :meth:`gather` refreshes it by a cast. ``decay_range`` and
+    ``no_decay_range`` are the two element ranges the optimizer updates.
+
+    With ``shard``, ``buckets`` is the plan (else None). The moments are then ``[owned]``, and so is a master of
+    another dtype than the parameters, frozen parts included; a master of their dtype is the whole parameter, of
+    which this rank updates its part. :meth:`owned` and :meth:`views` tell the optimizer what to update.
 
     Raises ValueError for duplicate names and for specs that contradict themselves.
     """
@@ -84,37 +113,35 @@ class FlatBuffers:
         master_dtype: torch.dtype = torch.float32,
         param_dtype: torch.dtype = torch.float32,
         grad_dtype: torch.dtype = torch.float32,
+        moment_dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
+        shard: Shard | None = None,
     ) -> None:
         self.device = torch.device(device)
-        align = ALIGNMENT_BYTES // min(dtype.itemsize for dtype in (master_dtype, param_dtype, grad_dtype))
-        self.entries: dict[str, Entry] = {}
-        bounds = [0]
-        segments = (("decay", True, True), ("no_decay", False, True), ("frozen", None, False))
-        for segment, decay, trainable in segments:
-            end = bounds[-1]
-            for spec in specs:
-                if spec.trainable != trainable or (decay is not None and spec.decay != decay):
-                    continue
-                spec.check()
-                if spec.name in self.entries:
-                    raise ValueError(f"two parameters are called {spec.name!r}; names must be unique")
-                self.entries[spec.name] = Entry(spec, end, spec.numel, segment)
-                end += -(-spec.numel // align) * align
-            bounds.append(end)
+        moment_dtype = master_dtype if moment_dtype is None else moment_dtype
+        align = ALIGNMENT_BYTES // min(dtype.itemsize for dtype in (master_dtype, param_dtype, grad_dtype, moment_dtype))
+        self.entries, bounds = layout(specs, align)
         self.decay_range = slice(bounds[0], bounds[1])
         self.no_decay_range = slice(bounds[1], bounds[2])
         self.frozen_range = slice(bounds[2], bounds[3])
 
+        self.separate_params = param_dtype != master_dtype
+        self.buckets = None if shard is None else plan_of(self.entries, bounds, shard, grad_dtype.itemsize)
+        # The flat ranges whose moments are here, and whose masters are.
+        self._own = [(0, bounds[3])] if shard is None or self.buckets is None else self.buckets.shard(shard.rank)
+        masters, moments = bounds[3], bounds[2]
+        if shard is not None and self.buckets is not None:
+            moments = self.buckets.owned(shard.rank, trainable=True)
+            masters = self.buckets.owned(shard.rank) if self.separate_params else masters
+
         def zeros(size: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=self.device)
 
-        self.master_buffer = zeros(bounds[3], master_dtype)
-        self.separate_params = param_dtype != master_dtype
+        self.master_buffer = zeros(masters, master_dtype)
         self.param_buffer = zeros(bounds[3], param_dtype) if self.separate_params else self.master_buffer
         self.grad_buffer = zeros(bounds[2], grad_dtype)
-        self.moment1_buffer = zeros(bounds[2], master_dtype)
-        self.moment2_buffer = zeros(bounds[2], master_dtype)
+        self.moment1_buffer = zeros(moments, moment_dtype)
+        self.moment2_buffer = zeros(moments, moment_dtype)
 
     @property
     def names(self) -> list[str]:
@@ -134,9 +161,60 @@ class FlatBuffers:
             held = ", ".join(self.entries) or "none"
             raise KeyError(f"no parameter {name!r} on this rank; it holds {held}") from None
 
+    @property
+    def whole_masters(self) -> bool:
+        """Whether every master is here whole: not where masters are sharded."""
+        return self.buckets is None or not self.separate_params
+
     def master(self, name: str) -> torch.Tensor:
-        """The master values, a live view of the parameter's shape."""
+        """The master values, a live view of the parameter's shape. Raises ValueError where masters are sharded."""
+        if not self.whole_masters:
+            raise ValueError(f"the master of {name!r} is sharded over the replicas (optim.zero=1): no rank holds it whole")
         return self._view(self.master_buffer, self.entry(name))
+
+    def fill_(self, name: str, values: torch.Tensor) -> None:
+        """Give a parameter its first values: masters (what this rank owns of them) and compute-dtype parameter."""
+        entry, flat = self.entry(name), values.reshape(-1)
+        if self.whole_masters:
+            self.master(name).copy_(values)
+        else:
+            for start, stop in self.own_parts(name):
+                at = self._local(entry.offset + start)
+                self.master_buffer[at : at + stop - start].copy_(flat[start:stop])
+        self.param(name).copy_(values)
+
+    def own_parts(self, name: str) -> list[tuple[int, int]]:
+        """The elements ``[start, stop)`` of the flattened parameter that this rank updates; all of it without a shard."""
+        entry = self.entry(name)
+        parts = ((start - entry.offset, stop - entry.offset) for start, stop in self._own)
+        inside = ((max(0, start), min(entry.numel, stop)) for start, stop in parts)
+        return [(start, stop) for start, stop in inside if start < stop]
+
+    def owned(self, span: slice) -> list[slice]:
+        """The parts of a flat range that this rank updates, in order; the range itself without a shard."""
+        inside = (slice(max(start, span.start), min(stop, span.stop)) for start, stop in self._own)
+        return [part for part in inside if part.start < part.stop]
+
+    def views(self, span: slice) -> Views:
+        """The storages of a trainable flat range that :meth:`owned` gave. Raises ValueError where another replica owns it."""
+        at = self._local(span.start)
+        local = slice(at, at + span.stop - span.start)
+        return Views(
+            self.master_buffer[span if self.whole_masters else local],
+            self.grad_buffer[span],
+            self.moment1_buffer[local],
+            self.moment2_buffer[local],
+            self.param_buffer[span] if self.separate_params else None,
+        )
+
+    def _local(self, offset: int) -> int:
+        """Where an owned flat element lies in the buffers that hold only what is owned."""
+        before = 0
+        for start, stop in self._own:
+            if start <= offset < stop:
+                return before + offset - start
+            before += stop - start
+        raise ValueError(f"element {offset} belongs to another replica")
 
     def param(self, name: str) -> torch.Tensor:
         """The values layers compute with (compute dtype), a live view; the master itself when dtypes are
@@ -148,31 +226,60 @@ class FlatBuffers:
         return self._view(self.grad_buffer, self._trainable(name))
 
     def moment1(self, name: str) -> torch.Tensor:
-        """Adam's first moment, a live view. Raises KeyError for a frozen parameter."""
-        return self._view(self.moment1_buffer, self._trainable(name))
+        """Adam's first moment, a live view. Raises KeyError for a frozen parameter, ValueError where moments are sharded."""
+        return self._view(self.moment1_buffer, self._whole_moment(name))
 
     def moment2(self, name: str) -> torch.Tensor:
-        """Adam's second moment, a live view. Raises KeyError for a frozen parameter."""
-        return self._view(self.moment2_buffer, self._trainable(name))
+        """Adam's second moment, as :meth:`moment1`."""
+        return self._view(self.moment2_buffer, self._whole_moment(name))
 
     def gather(self) -> None:
-        """Refresh the compute-dtype parameters from the masters (one cast); nothing to do when they are one
-        storage."""
-        if self.separate_params:
+        """Refresh the compute-dtype parameters from the masters (one cast), what this rank owns of them; nothing to do when
+        they are one storage."""
+        if not self.separate_params:
+            return
+        if self.buckets is None:
             self.param_buffer.copy_(self.master_buffer)
+            return
+        for span in self.owned(slice(0, self.no_decay_range.stop)):
+            views = self.views(span)
+            assert views.param is not None
+            views.param.copy_(views.master)
 
     def logical_tensors(self) -> list[LogicalTensor]:
         """Saved state: ``master/``, ``moment1/``, ``moment2/`` and, where separately stored, ``param/`` +
         name."""
         tensors: list[LogicalTensor] = []
         for name, entry in self.entries.items():
-            tensors.append(self._logical(f"master/{name}", self.master(name), Role.MASTER, entry.spec))
+            spec = entry.spec
+            if self.whole_masters:
+                tensors.append(self._logical(f"master/{name}", self.master(name), Role.MASTER, spec))
+            else:
+                tensors += self._parts(f"master/{name}", self.master_buffer, Role.MASTER, entry)
             if entry.segment != "frozen":
-                tensors.append(self._logical(f"moment1/{name}", self.moment1(name), Role.MOMENT, entry.spec))
-                tensors.append(self._logical(f"moment2/{name}", self.moment2(name), Role.MOMENT, entry.spec))
+                tensors += self._parts(f"moment1/{name}", self.moment1_buffer, Role.MOMENT, entry)
+                tensors += self._parts(f"moment2/{name}", self.moment2_buffer, Role.MOMENT, entry)
             if self.separate_params:
-                tensors.append(self._logical(f"param/{name}", self.param(name), Role.PARAM, entry.spec))
+                tensors.append(self._logical(f"param/{name}", self.param(name), Role.PARAM, spec))
         return tensors
+
+    def _parts(self, name: str, buffer: torch.Tensor, role: Role, entry: Entry) -> list[LogicalTensor]:
+        """What this rank holds of a parameter's sharded state, as blocks of the logical tensor; one without a shard."""
+        spec = entry.spec
+        if self.buckets is None or not entry.numel:
+            return [self._logical(name, self._view(buffer, entry), role, spec)]
+        first = spec.start or (0,) * len(spec.shape)
+        parts = []
+        for start, stop in self.own_parts(spec.name):
+            at = self._local(entry.offset + start)
+            for begin, extent in boxes(spec.shape, start, stop):
+                size = math.prod(extent)
+                piece = self._logical(name, buffer[at : at + size].view(extent), role, spec)
+                place = tuple(a + b for a, b in zip(first, begin, strict=True))
+                replicated = tuple(axis for axis in piece.replicated if axis != "dp")
+                parts.append(replace(piece, start=place, replicated=replicated))
+                at += size
+        return parts
 
     def table(self) -> str:
         """The layout as text: per parameter its segment, shape, offset (elements) and bytes of master."""
@@ -184,7 +291,7 @@ class FlatBuffers:
             numbers = f"{entry.offset:>12,}  {entry.numel:>12,}  {size:>14,}"
             lines.append(f"{name:<{width}}  {entry.segment:<8}  {numbers}  {shape}")
         used = sum(entry.numel for entry in self.entries.values())
-        padding = self.master_buffer.numel() - used
+        padding = self.frozen_range.stop - used
         lines.append(f"{used:,} parameters and {padding:,} elements of padding in {self.bytes():,} bytes")
         return "\n".join(lines)
 
@@ -199,6 +306,12 @@ class FlatBuffers:
         entry = self.entry(name)
         if entry.segment == "frozen":
             raise KeyError(f"parameter {name!r} is frozen: it has no main gradient and no moments")
+        return entry
+
+    def _whole_moment(self, name: str) -> Entry:
+        entry = self._trainable(name)
+        if self.buckets is not None:
+            raise ValueError(f"the moments of {name!r} are sharded over the replicas (optim.zero=1): no rank holds them whole")
         return entry
 
     @staticmethod
@@ -217,3 +330,31 @@ class FlatBuffers:
             axes=axes,
             replicated=tuple(axis for axis in ("dp", "tp", "ep") if axis not in axes),
         )
+
+
+def layout(specs: Sequence[ParamSpec], align: int) -> tuple[dict[str, Entry], list[int]]:
+    """Where each parameter lies, and the bounds ``[0, decay, no decay, frozen]`` of the segments, in elements.
+
+    Raises ValueError as :class:`FlatBuffers`.
+    """
+    entries: dict[str, Entry] = {}
+    bounds = [0]
+    segments = (("decay", True, True), ("no_decay", False, True), ("frozen", None, False))
+    for segment, decay, trainable in segments:
+        end = bounds[-1]
+        for spec in specs:
+            if spec.trainable != trainable or (decay is not None and spec.decay != decay):
+                continue
+            spec.check()
+            if spec.name in entries:
+                raise ValueError(f"two parameters are called {spec.name!r}; names must be unique")
+            entries[spec.name] = Entry(spec, end, spec.numel, segment)
+            end += -(-spec.numel // align) * align
+        bounds.append(end)
+    return entries, bounds
+
+
+def plan_of(entries: Mapping[str, Entry], bounds: Sequence[int], shard: Shard, itemsize: int) -> BucketPlan:
+    """The buckets of a layout; ``itemsize`` is a main gradient's."""
+    spans = [Span(name, e.offset, e.numel, e.segment != "frozen") for name, e in entries.items()]
+    return plan_buckets(spans, (bounds[2], bounds[3]), shard.ranks, max(1, shard.bucket_bytes // itemsize))

@@ -5,6 +5,7 @@ in float64; the sums of all stages are put in (parameter, block) order, where th
 global, and added in that order by a tree over neighbours. Nothing in this depends on which stage held which
 parameter, on where a parameter lies in a flat buffer, or on the number of CPU threads:
 
+* shards are cut at block edges only: a replica that owns part of the gradient sums whole blocks, and leaves zeros for the rest;
 * a block is always summed as one row of a matrix of one fixed shape ``[rows, 65536]``, zero-padded, because
   a reduction's rounding may depend on its shape (on CPU a 1-D sum of a block differs from the same block as
   a row; on GPU the split over threads depends on the number of rows);
@@ -19,10 +20,8 @@ from collections.abc import Sequence
 import torch
 
 from qeffect_lm import kernels
+from qeffect_lm.optim.buckets import BLOCK
 from qeffect_lm.optim.flat import Entry, FlatBuffers
-
-BLOCK = 65_536
-"""Elements per block. Part of the definition of the norm: a change changes results."""
 
 ROWS = 8
 """Blocks summed at once (a 4 MiB float64 scratch)."""
@@ -91,7 +90,8 @@ class BlockSums:
     """Squared sums of one stage's main gradients, float64, one per block.
 
     ``sums`` is ``[padded_blocks]``, zero behind the stage's own blocks, rewritten in place by
-    :meth:`compute_`.
+    :meth:`compute_`. With sharded buffers it is zero too where another replica owns the block: the replicas' sums add up to
+    those of the stage without rounding.
 
     Raises ValueError when the flat buffers do not hold exactly the parameters, with the sizes, that
     ``order`` names.
@@ -108,30 +108,53 @@ class BlockSums:
         if self._fused:
             self._plan_fused(flat, order, names)
             return
-        groups = max(1, -(-order.local_blocks(stage) // ROWS))
+        runs = self._runs(flat, order, names)
+        owned = sum(order.blocks_of(stop - start) for start, stop, _ in runs)
+        groups = max(1, -(-owned // ROWS))
         self._scratch = torch.zeros(ROWS, BLOCK, dtype=torch.float64, device=device)
         self._all = torch.zeros(max(groups * ROWS, order.padded_blocks), dtype=torch.float64, device=device)
-        self.sums = self._all[: order.padded_blocks]
         # Per group of ROWS blocks: (scratch, gradient) pairs to copy, and the parts of the scratch to clear.
         self._copies: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(groups)]
         self._clears: list[list[torch.Tensor]] = [[] for _ in range(groups)]
         block = 0
-        for name in names:
-            entry = self._entry(flat, order, name)
-            block = self._plan(flat.grad_buffer[entry.offset : entry.offset + entry.numel], block)
+        for start, stop, _ in runs:
+            block = self._plan(flat.grad_buffer[start:stop], block)
         if block % ROWS or block == 0:
             self._clears[block // ROWS].append(self._scratch[block % ROWS :])
+        self._place(flat, order, self._all, runs)
+
+    @classmethod
+    def _runs(cls, flat: FlatBuffers, order: BlockOrder, names: list[str]) -> list[tuple[int, int, int]]:
+        """What this rank owns: first and end in the flat buffer, and the place of the first block among the stage's sums."""
+        runs, before = [], 0
+        for name in names:
+            entry = cls._entry(flat, order, name)
+            for start, stop in flat.own_parts(name):
+                runs.append((entry.offset + start, entry.offset + stop, before + start // BLOCK))
+            before += order.blocks_of(entry.numel)
+        return runs
+
+    def _place(
+        self, flat: FlatBuffers, order: BlockOrder, compact: torch.Tensor, runs: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """``sums`` is ``compact`` itself where this rank owns all blocks; else what it owns is copied to its places."""
+        self._owned: torch.Tensor | None = None
+        self.sums = compact[: order.padded_blocks]
+        if flat.buckets is None:
+            return
+        places = [first + i for start, stop, first in runs for i in range(order.blocks_of(stop - start))]
+        self._places = torch.tensor(places, dtype=torch.int64, device=flat.device)
+        self._owned = compact[: len(places)]
+        self.sums = torch.zeros(order.padded_blocks, dtype=torch.float64, device=flat.device)
 
     def _plan_fused(self, flat: FlatBuffers, order: BlockOrder, names: list[str]) -> None:
         """On a GPU one kernel forms all sums: where each block starts, and how long it is."""
-        spans: list[tuple[int, int]] = []
-        for name in names:
-            entry = self._entry(flat, order, name)
-            ends = range(0, entry.numel, BLOCK)
-            spans += [(entry.offset + start, min(BLOCK, entry.numel - start)) for start in ends]
-        self.sums = torch.zeros(order.padded_blocks, dtype=torch.float64, device=flat.device)
+        runs = self._runs(flat, order, names)
+        spans = [(at, min(BLOCK, stop - at)) for start, stop, _ in runs for at in range(start, stop, BLOCK)]
+        self._all = torch.zeros(order.padded_blocks, dtype=torch.float64, device=flat.device)
         self._starts = torch.tensor([start for start, _ in spans], dtype=torch.int64, device=flat.device)
         self._lengths = torch.tensor([length for _, length in spans], dtype=torch.int32, device=flat.device)
+        self._place(flat, order, self._all, runs)
 
     @staticmethod
     def _entry(flat: FlatBuffers, order: BlockOrder, name: str) -> Entry:
@@ -164,8 +187,8 @@ class BlockSums:
             if self._starts.numel():
                 from qeffect_lm.kernels.optimizer import block_sums
 
-                block_sums(self._grads, self._starts, self._lengths, self.sums, BLOCK)
-            return self.sums
+                block_sums(self._grads, self._starts, self._lengths, self._all, BLOCK)
+            return self._placed()
         for group, (copies, clears) in enumerate(zip(self._copies, self._clears, strict=True)):
             for target in clears:
                 target.zero_()
@@ -173,6 +196,11 @@ class BlockSums:
                 target.copy_(source)
             self._scratch.mul_(self._scratch)
             torch.sum(self._scratch, dim=1, out=self._all[group * ROWS : (group + 1) * ROWS])
+        return self._placed()
+
+    def _placed(self) -> torch.Tensor:
+        if self._owned is not None:
+            self.sums.index_copy_(0, self._places, self._owned)
         return self.sums
 
 
