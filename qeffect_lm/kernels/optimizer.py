@@ -52,10 +52,10 @@ def _adamw_kernel(
         g = tl.load(grad + at, mask=mask, other=0.0)
         if CLIP:
             g = g * tl.load(clip)
-        m = tl.load(moment1 + at, mask=mask, other=0.0) * beta1 + g * one_minus_beta1
-        v = tl.load(moment2 + at, mask=mask, other=0.0) * beta2 + g * g * one_minus_beta2
-        tl.store(moment1 + at, m, mask=mask)
-        tl.store(moment2 + at, v, mask=mask)
+        m = tl.load(moment1 + at, mask=mask, other=0.0).to(tl.float32) * beta1 + g * one_minus_beta1
+        v = tl.load(moment2 + at, mask=mask, other=0.0).to(tl.float32) * beta2 + g * g * one_minus_beta2
+        tl.store(moment1 + at, m.to(moment1.dtype.element_ty), mask=mask)
+        tl.store(moment2 + at, v.to(moment2.dtype.element_ty), mask=mask)
         root = tl.div_rn(tl.sqrt_rn(v), tl.load(root_bias2)) + eps
         update = tl.div_rn(m, root) * tl.load(step_size)
         w = tl.load(master + at, mask=mask, other=0.0)
@@ -80,7 +80,7 @@ def adamw(
     clip: bool,
     decay: bool,
 ) -> None:
-    """One segment of flat float32 buffers ``[n]``, in place.
+    """One segment of flat float32 buffers ``[n]``, in place; moments may be bfloat16 (rounded to nearest even when stored).
 
     Args:
         param: the compute-dtype parameters to refresh; None where they are the masters.
