@@ -141,7 +141,7 @@ def _connect(engine: Engine) -> None:
     """Every collective of a step's end, once: NCCL connects at the first use, which a capture refuses. All ranks call it."""
     engine.streams.synchronize_all()  # a gather would take back the veto under which the rehearsed optimizer still runs
     with engine.computing(), engine.streams.current(COLLECTIVE):
-        for work in (engine.end.reduce_, engine.end.gather_loss_, engine.end.gather_):
+        for work in (engine.end.reduce_, engine.end.gather_loss_, engine.end.gather_, engine.end.share_):
             work()
     engine.streams.synchronize_all()
 

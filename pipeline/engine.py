@@ -311,7 +311,6 @@ class Engine:
             poison_(tensor)
 
     def _backward(self, action: Action) -> None:
-        """B is I and W in one."""
         raise QEffectError(f"{action}: the engine runs I and W; lower B to them first")
 
     def _run(self, action: Action, work: Callable) -> None:
@@ -494,6 +493,7 @@ class Engine:
         self._launch("STEP")
         self._updating = True
         self._run_end("optimizer_step", self.end.optimizer_step_)
+        self.across(self.end.share_)  # part of STEP's write: versions move once all of it is here
         self.ledger.versions.bump()
 
     def _commit(self, action: Action) -> None:

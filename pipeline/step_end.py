@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.p2p import gather_rows
+from pipeline.sharded import ShardExchange
 from qeffect_lm.contract.timeline import Direction, ScaleTimeline
 from qeffect_lm.fp8.cache import WeightCache
 from qeffect_lm.optim.adamw import AdamW
@@ -55,6 +56,7 @@ class StepEnd:
         device = flat.device
         self._mesh, self._flat, self._optimizer = mesh, flat, optimizer
         self._timeline, self._cache = timeline, cache
+        self._exchange = None if flat.buckets is None else ShardExchange(flat, mesh)
         self._sums = BlockSums(flat, order, mesh.coord("pp"))
         self._norm = TotalNorm(order, device)
         blocks = order.padded_blocks
@@ -64,6 +66,7 @@ class StepEnd:
         self._replicas = torch.zeros(mesh.size("dp"), 2, dtype=wide, device=device)
         # One row per stage: block sums, number of non-finite amax slots, loss.
         self._row = torch.zeros(blocks + 2, dtype=wide, device=device)
+        self._stage_row = torch.zeros_like(self._row)  # with sharded gradients: block sums of all replicas
         self._rows = torch.zeros(mesh.size("pp"), blocks + 2, dtype=wide, device=device)
         self.finite = torch.ones((), dtype=torch.bool, device=device)
         self.skip = torch.zeros((), dtype=torch.bool, device=device)
@@ -75,7 +78,9 @@ class StepEnd:
     def reduce_(self) -> None:
         """Sum main gradients and max-merge open amax slots over dp, on our own buffers."""
         group = self._mesh.group("dp")
-        if group is not None:
+        if self._exchange is not None:
+            self._exchange.reduce_()
+        elif group is not None:
             with naming(self._others("dp"), "the reduction of gradients over dp"):
                 dist.all_reduce(self._flat.grad_buffer, group=group)
         self.reduce_amax_()
@@ -101,7 +106,17 @@ class StepEnd:
         gather_rows(self._replicas, self._mine, self._mesh, "dp")
 
     def gather_(self) -> None:
-        gather_rows(self._rows, self._row, self._mesh, "pp")
+        """Every stage's row to every stage. Of shards each block's sum comes from its owner, to which the others add zeros."""
+        row = self._row
+        if self._exchange is not None:
+            row = self._stage_row.copy_(row)
+            self._exchange.sum_(row[:-2])
+        gather_rows(self._rows, row, self._mesh, "pp")
+
+    def share_(self) -> None:
+        """After the optimizer: every replica gets the parameters that the others updated. Nothing to do without shards."""
+        if self._exchange is not None:
+            self._exchange.share_()
 
     # ---- device work ------------------------------------------------------------------------------------------
 

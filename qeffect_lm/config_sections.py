@@ -161,6 +161,14 @@ class ParallelConfig(Section):
     dp: int = _key(1, "Data-parallel replicas.", on_resume="warn", unit="ranks", ge=1)
     tp: int = _key(1, "Tensor-parallel ranks (training supports 1).", on_resume="refuse", unit="ranks", ge=1)
     ep: int = _key(1, "Expert-parallel ranks (training supports 1).", on_resume="refuse", unit="ranks", ge=1)
+    bucket_mib: float = _key(
+        64.0,
+        "With optim.zero 1: main gradients that are reduced at once, and parameters exchanged at once. Results do not depend "
+        "on it.",
+        on_resume="warn",
+        unit="MiB of main gradients",
+        gt=0,
+    )
 
     @property
     def world(self) -> int:
@@ -330,6 +338,12 @@ class OptimConfig(Section):
     )
     clip_norm: float | None = _key(
         1.0, "Largest global gradient norm; null: no clipping.", on_resume="warn", unit="L2 norm", gt=0
+    )
+    zero: Literal[0, 1] = _key(
+        0,
+        "ZeRO stage. 1: master weights and moments are shared out over the data-parallel replicas, each updates its part. 0: "
+        "every replica holds and updates all (docs/data-parallel.md).",
+        on_resume="warn",
     )
     nonfinite: Literal["skip", "raise"] = _key(
         "skip",

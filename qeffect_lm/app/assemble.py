@@ -49,7 +49,7 @@ from qeffect_lm.layers.attention import bind_attention
 from qeffect_lm.layers.base import direct_layers, named_parameters
 from qeffect_lm.layers.linear import SplitLinear, bind_products
 from qeffect_lm.optim.adamw import AdamW
-from qeffect_lm.optim.flat import FlatBuffers, ParamSpec
+from qeffect_lm.optim.flat import FlatBuffers, ParamSpec, Shard
 from qeffect_lm.optim.lr import Schedule
 from qeffect_lm.optim.norm import BlockOrder
 from qeffect_lm.parallel.mesh import Mesh
@@ -257,11 +257,10 @@ def assemble(
     chunks = {i: model.chunk(i, counts) for i in plan.placement.chunks(mesh.coord("pp"))}
     specs = {spec.name: spec for spec in model.parameters()}
 
-    flat = _flat_storages(chunks, specs, dtype, device)
+    flat = _flat_storages(chunks, specs, dtype, device, shard_of(config, mesh))
     for chunk in chunks.values():
         _bind_parameters(chunk, flat)
-    initialise_({n: (flat.master(n), specs[n].init_std) for n in flat.names}, config.run.seed)
-    flat.gather()
+    _initialise(flat, specs, config.run.seed)
 
     linears = [m for chunk in chunks.values() for m in chunk.modules() if isinstance(m, SplitLinear)]
     timeline = make_timeline(config, recipe, linears, device)
@@ -335,7 +334,11 @@ def assemble(
 
 
 def _flat_storages(
-    chunks: Mapping[int, torch.nn.Module], specs: dict[str, ParameterSpec], dtype: torch.dtype, device: torch.device
+    chunks: Mapping[int, torch.nn.Module],
+    specs: dict[str, ParameterSpec],
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Shard | None,
 ) -> FlatBuffers:
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     params = []
@@ -349,7 +352,26 @@ def _flat_storages(
             spec = specs[name]
             axes = tuple(None for _ in spec.shape)  # what the mesh cuts here; spec.axes says what it may cut
             params.append(ParamSpec(name, spec.shape, spec.decay, axes, trainable=parameter.requires_grad))
-    return FlatBuffers(params, master_dtype=wide, param_dtype=dtype, grad_dtype=wide, device=device)
+    return FlatBuffers(params, master_dtype=wide, param_dtype=dtype, grad_dtype=wide, device=device, shard=shard)
+
+
+def shard_of(config: Config, mesh: Mesh) -> Shard | None:
+    """The part of the optimizer's state that a rank holds; None for all of it (``optim.zero`` 0, or a single replica)."""
+    if not config.optim.zero or mesh.size("dp") == 1:
+        return None
+    return Shard(mesh.size("dp"), mesh.coord("dp"), int(config.parallel.bucket_mib * 2**20))
+
+
+def _initialise(flat: FlatBuffers, specs: dict[str, ParameterSpec], seed: int) -> None:
+    """First weights. Where masters are sharded each is made whole in turn: the values do not depend on who holds what."""
+    if flat.whole_masters:
+        initialise_({n: (flat.master(n), specs[n].init_std) for n in flat.names}, seed)
+        flat.gather()
+        return
+    for name in flat.names:
+        whole = torch.empty(specs[name].shape, dtype=flat.master_buffer.dtype, device=flat.device)
+        initialise_({name: (whole, specs[name].init_std)}, seed)
+        flat.fill_(name, whole)
 
 
 def _bind_parameters(chunk: torch.nn.Module, flat: FlatBuffers) -> None:
@@ -363,10 +385,14 @@ def _bind_parameters(chunk: torch.nn.Module, flat: FlatBuffers) -> None:
 
 
 def _weight_cache(flat: FlatBuffers, linears: list[SplitLinear], library: te.Library | None) -> WeightCache:
-    """One cached form of every FP8 weight: of the master natively, of the compute-dtype parameter by Transformer Engine."""
+    """One cached form of every FP8 weight: of the master natively, of the compute-dtype parameter by Transformer Engine.
+
+    A sharded master is whole on no rank: its parameter serves, with the same bits, since a cache is made of BF16(master).
+    """
     quantised = [(m, m.recipe) for m in linears if m.recipe is not None]
     if library is None:
-        return WeightCache({m.weight_name: (m.name, recipe, _master_of(flat, m.weight_name)) for m, recipe in quantised})
+        source = _master_of if flat.whole_masters else _param_of
+        return WeightCache({m.weight_name: (m.name, recipe, source(flat, m.weight_name)) for m, recipe in quantised})
     return te.TEWeightCache({m.weight_name: (m.name, recipe, _param_of(flat, m.weight_name)) for m, recipe in quantised})
 
 
@@ -483,8 +509,10 @@ def _register(
     register.add_object("flat", flat, {**trained, "grad_buffer": Rule.SCRATCH})
     for name, tensor in cache.tensors():
         register.add(f"cache/{name}", tensor, owner="cache", rule=Rule.GUARDED)
+    received = {} if flat.buckets is None else {"_exchange/received": Rule.SCRATCH}
     for owner, part in (("timeline", timeline), ("optimizer", optimizer), ("step_end", end)):
-        register.add_object(owner, part)  # what they share with flat and cache has its rule already
+        # What they share with flat and cache has its rule already.
+        register.add_object(owner, part, received if part is end else None)
     for index, stage in stages.items():
         for number, slot in enumerate(stage.slots):
             for name, tensor in slot.tensors().items():

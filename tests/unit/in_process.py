@@ -186,6 +186,8 @@ class Ranks:
             monkeypatch.setattr(f"pipeline.{module}.gather_rows", self._gather)
         fake = SimpleNamespace(all_reduce=self._all_reduce, ReduceOp=dist.ReduceOp)
         monkeypatch.setattr("pipeline.step_end.dist", fake)
+        sharing = {"all_to_all_single": self._all_to_all, "broadcast": self._broadcast}
+        monkeypatch.setattr("pipeline.sharded.dist", SimpleNamespace(**vars(fake), **sharing))
 
     def each(self, call: Callable[[Assembly], Any]) -> list[Any]:
         """Run ``call`` on every rank at once; the first rank's own error is raised."""
@@ -239,6 +241,22 @@ class Ranks:
             tensor.copy_(rows.amax(0) if op == dist.ReduceOp.MAX else rows.sum(0))
 
         self._on_stream(group.rank, reduce)
+
+    def _all_to_all(
+        self, output: torch.Tensor, mine: torch.Tensor, received: list[int], sent: list[int], group: Any = None
+    ) -> None:
+        """As :func:`torch.distributed.all_to_all_single`."""
+
+        def exchange() -> None:
+            parts = [row.split(sent)[group.rank] for row in self._exchange(group.rank, mine)]
+            assert [part.numel() for part in parts] == received and mine.numel() == sum(sent)
+            output.copy_(torch.cat(parts))
+
+        self._on_stream(group.rank, exchange)
+
+    def _broadcast(self, tensor: torch.Tensor, source: int, group: Any = None) -> None:
+        """As :func:`torch.distributed.broadcast`; replicas alone, so a global rank is a replica's."""
+        self._on_stream(group.rank, lambda: tensor.copy_(self._exchange(group.rank, tensor)[source]))
 
     def _on_stream(self, rank: int, work: Callable[[], Any]) -> None:
         late = self.wire.late.get(rank)
