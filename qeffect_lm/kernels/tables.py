@@ -5,12 +5,11 @@
     tiles           kernel → "MxK" (the matrix) → [tile rows, tile columns, warps]
     norm_rows       "MxK" → [rows, warps]: norm and quantise in one launch, so many whole rows a program
     norm_backward   "MxK" → [runs of rows, rows at a time, warps]
-    attention       "dq" or "dk_dv" → "SxD" (sequence, head size) → [queries, keys, warps, stages] of a block
     products        per GPU and version of cuBLASLt: product (see :func:`product_name`) → its 64-byte algorithm, in hex
 
 A shape that is not there takes the defaults below, a product cuBLASLt's own first choice. Tiles change no number. The runs of
-``norm_backward`` are the order in which the weight's gradient is summed, and blocks of attention and algorithms of products are
-orders of summation too: with the file they are part of what a run computes.
+``norm_backward`` are the order in which the weight's gradient is summed, and algorithms of products are orders of summation
+too: with the file they are part of what a run computes.
 """
 
 from __future__ import annotations
@@ -53,24 +52,6 @@ class Runs:
     warps: int
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """Blocks of ``m`` queries by ``n`` keys, of which the inner ones divide the outer ones; ``stages`` are loaded ahead."""
-
-    m: int
-    n: int
-    warps: int
-    stages: int
-
-    def switches(self) -> dict[str, int]:
-        """A kernel's constants."""
-        return {"BLOCK_M": self.m, "BLOCK_N": self.n, "num_warps": self.warps, "num_stages": self.stages}
-
-
-# Two programs a multiprocessor where registers allow it: one multiplies while the other one takes exponentials.
-DEFAULT_BLOCKS = {"dq": Blocks(64, 64, 4, 2), "dk_dv": Blocks(64, 128, 8, 2)}
-
-
 def tile(kernel: str, m: int, k: int) -> Tile:
     """The tile of a quantising kernel for a matrix ``[m, k]``."""
     found = _TABLES["tiles"].get(kernel, {}).get(f"{m}x{k}")
@@ -94,12 +75,6 @@ def default_runs(m: int, runs: int, block: int) -> Runs:
     of_a_run = 1 << (-(-m // runs) - 1).bit_length()
     rows = of_a_run if of_a_run * block <= 4096 else 1  # all at once where registers hold them, else each awaits the next
     return Runs(runs, rows, min(max(rows * block // 512, 1), 16))
-
-
-def attention(which: str, sequence: int, head_dim: int) -> Blocks:
-    """Blocks of attention's backward: ``dq`` (queries outside) or ``dk_dv`` (keys outside)."""
-    found = _TABLES["attention"].get(which, {}).get(f"{sequence}x{head_dim}")
-    return DEFAULT_BLOCKS[which] if found is None else Blocks(*found)
 
 
 def algorithms(device: str, version: int) -> dict[str, bytes]:

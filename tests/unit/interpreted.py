@@ -59,32 +59,6 @@ def _once_per_launch(original):
     return patch_lang
 
 
-def _bounds(original):
-    """The interpreter makes a loop's bound an int in a way that newer releases of NumPy refuse."""
-
-    def patch_tensor(tensor, scope):
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    return patch_tensor
-
-
-def _exact_products(original):
-    """The interpreter multiplies the bits of bfloat16 as if they were integers; in float32 their products are exact."""
-
-    def create_dot(self, a, b, d, *rest):
-        from triton.runtime.interpreter import TensorHandle, tl
-
-        def wide(operand):
-            if operand.dtype.name != "bf16":
-                return operand
-            return TensorHandle((operand.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-        return original(self, wide(a), wide(b), d, *rest)
-
-    return create_dot
-
-
 @pytest.fixture(autouse=True, scope="module")
 def kernels_run() -> Iterator[None]:
     """The dispatch takes the kernels, wherever this runs."""
@@ -95,9 +69,6 @@ def kernels_run() -> Iterator[None]:
             from qeffect_lm.kernels import norm
 
             patch.setattr(interpreter, "_convert_float", _as_the_hardware(interpreter._convert_float))
-            builder = interpreter.InterpreterBuilder
-            patch.setattr(builder, "create_dot", _exact_products(builder.create_dot))
-            patch.setattr(interpreter, "_patch_lang_tensor", _bounds(interpreter._patch_lang_tensor))
             patch.setattr(interpreter, "_patch_lang", _once_per_launch(interpreter._patch_lang))
             patch.setattr(norm, "RUNS", 8)  # it takes milliseconds per program
         patch.setattr(kernels, "usable", lambda tensor: tensor.dtype is not torch.float64)

@@ -53,7 +53,7 @@ def test_a_table_is_made(products, library, monkeypatch, tmp_path):  # noqa: F81
     """Every part on small shapes, by a clock that likes one candidate of each; the file's other lines stay."""
     library.found = 3
     monkeypatch.setattr(tune, "_time", lambda made, size, times: clock(made, size))
-    likes = {"tile": (32, 64, 4), "runs": 4, "dq": (64, 32, 4, 3)}
+    likes = {"tile": (32, 64, 4), "runs": 4}
 
     def clock(made, size):
         before = len(library.algorithms)
@@ -61,11 +61,11 @@ def test_a_table_is_made(products, library, monkeypatch, tmp_path):  # noqa: F81
         liked = [number >= 4900 for number in library.algorithms[before:]]
         liked += [tables.tile("swiglu", 16, 96) == tables.Tile(*likes["tile"])]
         liked += [tables.norm_rows(16, 128) == tables.Tile(16, 128, 1)]
-        liked += [tables.norm_runs(16, 128, 256, 128).runs == likes["runs"], tables.attention("dq", 16, 64).n == 32]
+        liked += [tables.norm_runs(16, 128, 256, 128).runs == likes["runs"]]
         return 5.0 if any(liked) else 10.0
 
     before = tmp_path / "before.json"
-    empty: dict = {"norm_rows": {}, "norm_backward": {}, "attention": {}, "products": []}
+    empty: dict = {"norm_rows": {}, "norm_backward": {}, "products": []}
     before.write_text(json.dumps({"tiles": {"quantise": {"1x2": [64, 64, 4]}}, **empty}))
     monkeypatch.setattr(tables, "FILE", before)
     monkeypatch.setattr(tune, "VOCAB", 256)
@@ -74,7 +74,6 @@ def test_a_table_is_made(products, library, monkeypatch, tmp_path):  # noqa: F81
     monkeypatch.setattr(tune, "TILES", ((64, 64, 8), likes["tile"]))
     monkeypatch.setattr(tune, "WHOLE_ROWS", ((4, 1), (16, 1)))
     monkeypatch.setattr(tune, "RUNS", ((4, 1, 1), (16, 1, 1)))
-    monkeypatch.setattr(tune, "BLOCKS", {"dq": ((64, 64, 4, 2), likes["dq"])})
     monkeypatch.setattr(tune, "CublasLt", lambda device, algorithms: products)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "stand-in")
     said: list[str] = []
@@ -86,13 +85,12 @@ def test_a_table_is_made(products, library, monkeypatch, tmp_path):  # noqa: F81
     }
     assert made["norm_rows"] == {"16x128": [16, 1]}
     assert made["norm_backward"] == {"16x128": [4, 1, 1]}
-    assert made["attention"] == {"dq": {"16x64": [64, 32, 4, 3], "16x128": [64, 32, 4, 3]}}
     (entry,) = made["products"]
     assert (entry["device"], entry["cublaslt"], len(entry["algorithms"])) == ("stand-in", 130000, 13)
     for number in entry["algorithms"].values():
         assert number == algorithm(int.from_bytes(bytes.fromhex(number)[:8], "little")).hex()
         assert 4900 < int.from_bytes(bytes.fromhex(number)[:8], "little") < 5000
-    assert json.loads(json.dumps(made)) == made and len(said) == 1 + 13 + 5 + 2 + 2
+    assert json.loads(json.dumps(made)) == made and len(said) == 1 + 13 + 5 + 2
 
 
 def test_what_cannot_be_asked(capsys, monkeypatch, tmp_path):

@@ -1,9 +1,9 @@
 """Chooses kernel configurations by measuring them, for :mod:`qeffect_lm.kernels.tables`.
 
 Per layer shape (hidden, MLP size, tokens of a microbatch): the algorithm of each product of F, I and W out of cuBLASLt's first
-answers, the tiles of the quantising kernels, the runs of a norm's backward, and the blocks of attention's. Every candidate has
-to give what the first one gives (tiles: its bytes; products: nearly) and the same bytes again and again; the fastest one is
-taken if it saves more than the noise. Times are those of :mod:`tools.benchmarks.kernels`: captured, inputs taking turns.
+answers, the tiles of the quantising kernels, and the runs of a norm's backward. Every candidate has to give what the first one
+gives (tiles: its bytes; products: nearly) and the same bytes again and again; the fastest one is taken if it saves more than
+the noise. Times are those of :mod:`tools.benchmarks.kernels`: captured, inputs taking turns.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import torch
 
 from qeffect_lm.errors import QEffectError
 from qeffect_lm.fp8.quantise import E4M3, E5M2, quantise
-from qeffect_lm.kernels import attention, norm, rope, swiglu, tables
+from qeffect_lm.kernels import norm, rope, swiglu, tables
 from qeffect_lm.kernels import quantise as quantise_kernel
 from qeffect_lm.kernels.cublaslt import CublasLt
 from tools.benchmarks.kernels import HEAD_DIM, VOCAB, new, outputs, scalar, time_us
 
 SHAPES = ("1024:2816:1024", "2048:5632:2048", "4096:11264:2048", "4096:11264:4096")
-PARTS = ("products", "tiles", "norm", "attention")
+PARTS = ("products", "tiles", "norm")
 ANSWERS = 24  # of cuBLASLt's heuristic
 GAIN = 0.985  # what a candidate's time may be of the first one's, to be worth a line in the table
 REPEATS = 8
@@ -38,10 +38,6 @@ TILES = (  # the default first
 WHOLE_ROWS = tuple((rows, warps) for rows in (4, 8, 16, 32) for warps in (4, 8, 16, 32))  # of a norm in one launch
 _ROWS = ((1, 2), (1, 4), (1, 8), (2, 4), (2, 8), (4, 8))  # at a time, and warps
 RUNS = tuple((runs, rows, warps) for runs in (128, 256, 512) for rows, warps in _ROWS)
-BLOCKS = {
-    "dq": ((64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 32, 4, 3)),
-    "dk_dv": ((64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 3), (32, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3)),
-}
 
 
 @dataclass(frozen=True)
@@ -99,9 +95,6 @@ def tune(shapes: Iterable[Layer], parts: Iterable[str], say: Callable[[str], Non
         if "norm" in parts:
             _write(table["norm_rows"], *norm_rows(layer, say))
             _write(table["norm_backward"], *norms(layer, say))
-        if "attention" in parts:
-            for which, shape, blocks in attentions(layer, say):
-                _write(table["attention"].setdefault(which, {}), shape, blocks)
     library.close()
     return table
 
@@ -329,35 +322,6 @@ def norms(layer: Layer, say: Callable[[str], None]) -> tuple[str, list[int] | No
 
     found = [Found(list(runs), timed(list(runs), 1)) for runs in ((default.runs, default.rows, default.warps), *fitting)]
     return f"{m}x{h}", _reported(f"norm backward {m}x{h}", refined(found, timed), say)
-
-
-def attentions(layer: Layer, say: Callable[[str], None]) -> Iterable[tuple[str, str, list[int] | None]]:
-    """(dq or dk_dv, shape, blocks or None for the default) of attention's backward, for heads of 64 and of 128."""
-    s = layer.tokens
-    for head_dim in (64, 128):
-        heads = layer.hidden // head_dim
-        qkv, dy = new(1, s, heads, 3, head_dim), new(1, s, heads, 1, head_dim)
-        y, lse = new(1, s, heads, 1, head_dim), torch.full((1, heads, 1, s), 8.0, device="cuda")
-        for which, options in BLOCKS.items():
-            call = partial(attention.backward, qkv, y, lse, dy)
-
-            def timed(blocks: list[int], times: int, which: str = which, call: Callable[[], object] = call) -> float:
-                with mock.patch.object(tables, "attention", _blocks_of(which, blocks)):
-                    return _time(lambda: call, 1 << 30, times)
-
-            found = []
-            for blocks in options:
-                with mock.patch.object(tables, "attention", _blocks_of(which, blocks)):
-                    results = [call() for _ in range(REPEATS)]
-                same = all(torch.equal(results[0], again) for again in results[1:])
-                found.append(Found(list(blocks), timed(list(blocks), 1), same))
-            label = f"attention {which} {s}x{head_dim}, both passes"
-            yield which, f"{s}x{head_dim}", _reported(label, refined(found, timed), say)
-
-
-def _blocks_of(which: str, blocks: Sequence[int]) -> Callable[..., tables.Blocks]:
-    """The one pass with ``blocks``, the other one with its default."""
-    return lambda asked, *_: tables.Blocks(*blocks) if asked == which else tables.DEFAULT_BLOCKS[asked]
 
 
 def _reported(label: str, found: list[Found], say: Callable[[str], None]) -> list[int] | None:
