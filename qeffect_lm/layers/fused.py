@@ -8,6 +8,7 @@ its gradient inside the norm's backward kernel.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -152,7 +153,7 @@ class FusedAttention(torch.autograd.Function):
         result = attention.out.product(y.reshape(batch * sequence, -1), context, residual=flat if residual else None)
         ctx.save_for_backward(flat, _statistics(quantiser), fused, y, cos, sin, *saved.tensors)
         ctx.attention, ctx.rms, ctx.context, ctx.residual = attention, rms, context, residual
-        ctx.shape, ctx.lengths = x.shape, saved.lengths
+        ctx.shape, ctx.saved = x.shape, replace(saved, tensors=())  # autograd keeps the tensors
         return result.view(*x.shape[:-1], attention.out.out_features)
 
     @staticmethod
@@ -161,7 +162,7 @@ class FusedAttention(torch.autograd.Function):
         attention, context = ctx.attention, ctx.context
         dy = dy.reshape(-1, attention.out.out_features)
         d_y = attention.out.input_grad(dy, context, True)
-        saved = sdpa.Saved(tuple(tensors), ctx.lengths)
+        saved = replace(ctx.saved, tensors=tuple(tensors))
         dq, dk, dv = sdpa.backward(d_y.view(y.shape), fused, y, saved, attention.library)
         dx = attention.qkv.input_grad(dq, context, True, RotaryBackwardQuantiser(dk, dv, cos, sin))
         dx = _input_grad(ctx.rms, flat, rstd, dx, dy if ctx.residual else None, context)

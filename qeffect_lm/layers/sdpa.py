@@ -1,7 +1,9 @@
 """Causal attention of grouped queries: by cuDNN where it takes the case, through ``library`` or else torch's SDPA.
 
 ``library`` is :class:`~qeffect_lm.kernels.cudnn_attention.CudnnAttention`, whose backward repeats bit for bit. torch asks cuDNN
-for no such backward: under ``torch.use_deterministic_algorithms(True)`` its SDPA does without cuDNN, and is slower.
+for no such backward: under ``torch.use_deterministic_algorithms(True)`` its SDPA does without cuDNN and takes FlashAttention-2,
+which is slower. For a caller that is an autograd node itself both are torch's operators, called as SDPA calls them: the forward
+runs once, and its own outputs are saved. Whatever else SDPA chooses computes the forward again in the backward.
 
 ``qkv`` is the fused projection ``[batch, sequence, kv_heads, group + 2, head_dim]``, rotated. Parts of it are ``q`` ``[batch,
 kv_heads, group, sequence, head_dim]``, ``k`` and ``v`` ``[batch, kv_heads, sequence, head_dim]``, and the result is ``[batch,
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as functional
-from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 if TYPE_CHECKING:
@@ -29,11 +31,18 @@ _Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Saved:
-    """What the backward of :func:`forward` needs besides qkv and the result: the rows' log-sum-exp where the library ran, what
-    torch made for cuDNN with ``lengths``, nothing where it computes the forward again."""
+    """What the backward of :func:`forward` needs besides qkv and the result.
+
+    Args:
+        tensors: the rows' log-sum-exp where the library ran; where one of torch's kernels did, its log-sum-exp, generator state
+            (two) and cumulative lengths (of q, of k; None for dense operands); nothing where the forward is computed again.
+        kernel: which of torch's kernels ran, CUDNN_ATTENTION or FLASH_ATTENTION; None: the library, or whatever SDPA chose.
+        lengths: the longest sequence of q and of k, as that kernel gave them.
+    """
 
     tensors: tuple[torch.Tensor | None, ...] = ()
-    lengths: tuple[int, int] | None = None
+    kernel: SDPBackend | None = None
+    lengths: tuple[int, int] = (0, 0)
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -48,11 +57,17 @@ def forward(qkv: torch.Tensor, library: CudnnAttention | None = None) -> tuple[t
         return y, Saved((lse,))
     q, k, v = _parts(qkv)
     heads = _operands(q, k, v)
-    if not _by_cudnn(*heads):
-        return _result(q, _attend(*heads)), Saved()
-    made = torch.ops.aten._scaled_dot_product_cudnn_attention(*heads, None, True, 0.0, _causal(heads[0]), False)
+    causal = _causal(heads[0])
+    if _by_cudnn(*heads):
+        kernel = SDPBackend.CUDNN_ATTENTION
+        made = torch.ops.aten._scaled_dot_product_cudnn_attention(*heads, None, True, 0.0, causal, False)
+    elif _by_flash(*heads):
+        kernel = SDPBackend.FLASH_ATTENTION
+        made = torch.ops.aten._scaled_dot_product_flash_attention.default(*heads, 0.0, causal, False)
+    else:
+        return _result(q, _chosen_by_torch(*heads)), Saved()
     y, lse, cumulative_q, cumulative_k, longest_q, longest_k, seed, offset, _ = made
-    return _result(q, y), Saved((lse, seed, offset, cumulative_q, cumulative_k), (longest_q, longest_k))
+    return _result(q, y), Saved((lse, seed, offset, cumulative_q, cumulative_k), kernel, (longest_q, longest_k))
 
 
 def backward(
@@ -65,17 +80,20 @@ def backward(
     q, k, v = _parts(qkv)
     heads = _operands(q, k, v)
     wanted = _as_operand(dy)
-    if saved.lengths is None:
+    if saved.kernel is None:
         leaves = [part.detach().requires_grad_() for part in heads]
         with torch.enable_grad():
-            again = _attend(leaves[0], leaves[1], leaves[2])
+            again = _chosen_by_torch(leaves[0], leaves[1], leaves[2])
         dq, dk, dv = torch.autograd.grad(again, leaves, wanted)
     else:
-        lse, seed, offset, cumulative_q, cumulative_k = saved.tensors
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            wanted, *heads, _as_operand(y), lse, seed, offset, None, cumulative_q, cumulative_k, *saved.lengths,
-            0.0, _causal(heads[0]),
-        )  # fmt: skip
+        aten = torch.ops.aten
+        lse, seed, offset, *cumulative = saved.tensors
+        made, lengths, how = (wanted, *heads, _as_operand(y), lse), (*cumulative, *saved.lengths), (0.0, _causal(heads[0]))
+        if saved.kernel is SDPBackend.CUDNN_ATTENTION:
+            grads = aten._scaled_dot_product_cudnn_attention_backward(*made, seed, offset, None, *lengths, *how)
+        else:
+            grads = aten._scaled_dot_product_flash_attention_backward.default(*made, *lengths, *how, seed, offset)
+        dq, dk, dv = grads
     if q.shape[0] == 1:
         return dq[None], dk.transpose(0, 1), dv.transpose(0, 1)
     return dq.unflatten(1, q.shape[1:3]), dk, dv
@@ -113,14 +131,30 @@ def _by_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether cuDNN computes this, backward included; a warning where it does not on a GPU."""
     if not q.is_cuda:
         return False
-    leaves = [part.detach().requires_grad_() for part in (q, k, v)]
-    asked = SDPAParams(leaves[0], leaves[1], leaves[2], None, 0.0, _causal(q), q.shape[1] != k.shape[1])
-    taken = can_use_cudnn_attention(asked, False)
+    taken = can_use_cudnn_attention(_asked(q, k, v), False)
     if not taken:
         warnings.warn(f"cuDNN does not take this attention (q {list(q.shape)}, {q.dtype}): a slower kernel runs", stacklevel=3)
     return taken
 
 
+def _by_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether SDPA without cuDNN computes this by FlashAttention-2, its first choice, backward included. SDPA pads heads whose
+    size 8 does not divide, so those are left to it."""
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] % 8:
+        return False
+    return can_use_flash_attention(_asked(q, k, v), False)
+
+
+def _asked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> SDPAParams:
+    """What torch is asked whether it computes it, with a backward."""
+    leaves = [part.detach().requires_grad_() for part in (q, k, v)]
+    return SDPAParams(leaves[0], leaves[1], leaves[2], None, 0.0, _causal(q), q.shape[1] != k.shape[1])
+
+
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]) if _by_cudnn(q, k, v) else nullcontext():
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=_causal(q), enable_gqa=q.shape[1] != k.shape[1])
+        return _chosen_by_torch(q, k, v)
+
+
+def _chosen_by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=_causal(q), enable_gqa=q.shape[1] != k.shape[1])

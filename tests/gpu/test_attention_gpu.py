@@ -1,6 +1,6 @@
 """Attention by cuDNN's Python package on a real GPU: against float64, repeated, captured, on two streams at once.
 
-    python -m pytest -q tests/gpu/test_attention_gpu.py
+python -m pytest -q tests/gpu/test_attention_gpu.py
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qeffect_lm.contract.errors import CaptureError
 from qeffect_lm.kernels.cudnn_attention import CudnnAttention, load
@@ -241,3 +243,98 @@ def test_attention_of_the_layers_repeats(library, bound, batch, kv_heads, group)
     heads = want.permute(0, 2, 3, 1, 4)
     for got, right in zip(first, (want_y, heads[:, :, :-2], heads[:, :, -2], heads[:, :, -1]), strict=True):
         assert ((got.double() - right).norm() / right.norm()).item() < 1e-2
+
+
+class Operators(TorchDispatchMode):
+    """The names of attention's operators, in the order they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name.startswith("_scaled_dot_product"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+FLASH = "_scaled_dot_product_flash_attention"
+FALLBACKS: list[Shape] = [(1, 512, 4, 4, 64), (2, 512, 8, 1, 64), (2, 1024, 2, 4, 128), (1, 1000, 4, 1, 72), (2, 1, 2, 2, 64)]
+
+
+@pytest.mark.filterwarnings("ignore:cuDNN does not take")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("shape", FALLBACKS, ids=lambda shape: "x".join(map(str, shape)))
+def test_without_the_package_the_forward_runs_once(monkeypatch, shape, dtype):
+    """In torch's deterministic mode FlashAttention-2 on its own saved outputs gives the bytes of SDPA, whose forward runs
+    again in the backward; and it gives them every time. It needs no cuDNN."""
+    from qeffect_lm.layers import sdpa
+
+    assert torch.are_deterministic_algorithms_enabled()
+    qkv, dy = data(shape, dtype=dtype)
+
+    def once() -> tuple[SDPBackend | None, tuple[torch.Tensor, ...], list[str]]:
+        with Operators() as run:
+            y, saved = sdpa.forward(qkv)
+            results = (y, *sdpa.backward(dy, qkv, y, saved))
+        return saved.kernel, results, run.names
+
+    kernel, first, names = once()
+    assert kernel is SDPBackend.FLASH_ATTENTION and names == [FLASH, FLASH + "_backward"]
+    assert all(all(equal(once()[1], first)) for _ in range(20))
+    with monkeypatch.context() as patch:
+        patch.setattr(sdpa, "can_use_flash_attention", lambda *asked: False)
+        kernel, generic, names = once()
+    assert kernel is None and names == [FLASH, FLASH, FLASH + "_backward"]
+    assert equal(first, generic) == [True] * 4
+    want_y, _, want = exact(qkv, dy)
+    heads = want.permute(0, 2, 3, 1, 4)
+    for got, right in zip(first, (want_y, heads[:, :, :-2], heads[:, :, -2], heads[:, :, -1]), strict=True):
+        # One token alone has gradients of q and k that are zero but for rounding.
+        assert ((got.double() - right).norm() / right.norm().clamp(min=1.0)).item() < 1e-2
+
+
+@pytest.mark.filterwarnings("ignore:cuDNN does not take")
+@pytest.mark.parametrize("case", ["float32", "padded heads"])
+def test_without_the_package_others_go_the_generic_way(case):
+    """What FlashAttention-2 does not take as it lies: SDPA's choice, with its forward in the backward, near float64."""
+    from qeffect_lm.layers import sdpa
+
+    dtype, head_dim = (torch.float32, 64) if case == "float32" else (torch.bfloat16, 20)
+    qkv, dy = data((2, 256, 2, 2, head_dim), dtype=dtype)
+    y, saved = sdpa.forward(qkv)
+    assert saved.kernel is None and not saved.tensors
+    want_y, _, want = exact(qkv, dy)
+    heads = want.permute(0, 2, 3, 1, 4)
+    grads = sdpa.backward(dy, qkv, y, saved)
+    for got, right in zip((y, *grads), (want_y, heads[:, :, :-2], heads[:, :, -2], heads[:, :, -1]), strict=True):
+        assert ((got.double() - right).norm() / right.norm()).item() < 1e-2
+
+
+@pytest.mark.filterwarnings("ignore:cuDNN does not take")
+def test_without_the_package_captured_equals_eager():
+    """The saved outputs inside a capture: replays on other inputs give eager's bytes."""
+    from qeffect_lm.layers import sdpa
+
+    qkv, dy = data((2, 512, 2, 4, 64))
+
+    def work() -> tuple[torch.Tensor, ...]:
+        y, saved = sdpa.forward(qkv)
+        assert saved.kernel is SDPBackend.FLASH_ATTENTION
+        return (y, *sdpa.backward(dy, qkv, y, saved))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = work()
+    for seed in (10, 20):
+        for place, fresh in zip((qkv, dy), data((2, 512, 2, 4, 64), seed=seed), strict=True):
+            place.copy_(fresh)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert equal(captured, work()) == [True] * 4
