@@ -58,11 +58,13 @@ class StepBuffers:
         Raises:
             UsageError: microbatches of another number or shape than the buffers'.
         """
-        if tuple(batch.inputs.shape) != self.shape:
-            raise UsageError(
-                f"a step of {list(batch.inputs.shape)} tokens (microbatches, sequences, length), the plan and its buffers are "
-                f"made for {list(self.shape)}"
-            )
+        for name in ("inputs", "targets", "loss_mask"):  # a copy would spread a smaller one over all of its buffer
+            given = list(getattr(batch, name).shape)
+            if given != list(self.shape):
+                raise UsageError(
+                    f"a step of {given} {'tokens' if name == 'inputs' else name} (microbatches, sequences, length), the plan "
+                    f"and its buffers are made for {list(self.shape)}"
+                )
         keys = [host_key(self._seed, step, microbatch, self._dp_rank) for microbatch in range(self.shape[0])]
         self._stage(self.keys, torch.tensor(keys, dtype=torch.int64))
         for mine, given in ((self.inputs, batch.inputs), (self.targets, batch.targets), (self.loss_mask, batch.loss_mask)):

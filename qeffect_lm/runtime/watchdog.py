@@ -70,25 +70,26 @@ class CompletionWatchdog:
             if message is not None:
                 self._end(message)
                 return
-            time.sleep(self._poll)
 
     def _verdict(self, head: _Watched) -> str | None:
-        """What is wrong with the oldest work; forgets it once it is done."""
+        """What is wrong with the oldest work; forgets it once it is done, else waits before it is asked again."""
         try:
             done = head.done()
         except RuntimeError as error:
             return f"{head.what} failed on the device: {error}"
         now = time.monotonic()
-        if done:
+        if done:  # and no pause: steps shorter than one would pile up, and a lost peer would be noticed hours late
             with self._changed:
                 self._watched.popleft()
                 if self._watched:
                     self._watched[0].since = max(self._watched[0].since, now)
             return None
         if now - head.since <= self._seconds:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, self._poll)
             return None
         names = " or ".join(f"rank {peer}" for peer in self._peers)
         return (
-            f"{head.what} is not done after {self._seconds:g} s: {names} was lost, or is stuck. Restart from the last checkpoint "
-            "(launch.timeout_seconds is the limit)"
+            f"{head.what} is not done after {self._seconds:g} s: {names} was lost, or is stuck. Restart from the last "
+            "checkpoint (launch.timeout_seconds is the limit)"
         )

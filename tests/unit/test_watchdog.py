@@ -44,6 +44,12 @@ def test_time_counts_from_the_end_of_the_work_before():
     assert watched(0.4, *works) == []
 
 
+def test_short_works_do_not_pile_up():
+    """A hundred works that are done, then one that never is: noticed in its time, not after a pause for each (5 s in all)."""
+    (message,) = watched(0.5, *[lambda: True] * 100, lambda: False)
+    assert message.startswith("step 100 is not done after 0.5 s")
+
+
 def test_a_device_failure_is_told():
     def failed() -> bool:
         raise RuntimeError("an illegal memory access")
