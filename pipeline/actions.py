@@ -23,17 +23,7 @@ from enum import StrEnum
 from functools import total_ordering
 
 from qeffect_lm.errors import UsageError
-
-
-def whole_number(what: str, value: object) -> int:
-    """``value`` as a Python int, also if it is one of numpy's or a 0-dim integer tensor.
-
-    Raises: UsageError: it is something else; ``what`` names it.
-    """
-    try:
-        return int(operator.index(value))  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):
-        raise UsageError(f"{what} is a whole number, not {value!r}") from None
+from qeffect_lm.units import whole_number
 
 
 class Kind(StrEnum):
@@ -59,7 +49,7 @@ STEP_END = frozenset({Kind.REDUCE, Kind.STEP})  # never with a chunk; COMMIT com
 _PLAIN = COMPUTE | SENDS | RECEIVES  # with a chunk and a microbatch, without a detail
 
 _RANK_OF_KIND = {kind: place for place, kind in enumerate(Kind)}
-_NUMBER = r"0|[1-9][0-9]*"  # one spelling per number, so that text and action correspond one to one
+_NUMBER = r"0|[1-9][0-9]{0,17}"  # one spelling per number, so that text and action correspond one to one
 _CHUNK_ACTION = re.compile(
     rf"({_NUMBER})(SEND_F|RECV_F|SEND_B|RECV_B|COMMIT_F|COMMIT_I|F|I|W|B)({_NUMBER})", re.ASCII
 )

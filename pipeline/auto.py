@@ -26,6 +26,7 @@ from pipeline.schedules import SCHEDULES, Placement, ahead_order
 from pipeline.simulate import peak_activations
 from pipeline.slots import Holding
 from qeffect_lm.errors import UsageError
+from qeffect_lm.units import whole_number
 
 PerRank = float | Sequence[float]  # one number, or one per rank
 
@@ -108,6 +109,7 @@ def auto(
     Raises:
         UsageError: a number out of range, an unknown shape or objective, or a limit that no plan can keep.
     """
+    p, m = whole_number("the number of stages", p), whole_number("the number of microbatches", m)
     problems = {
         shape: _problem(shape, p, m, (T_F, T_I, T_W), T_comm, (M_B, M_B if M_W is None else M_W), limit, objective)
         for shape in _checked(p, m, shapes, objective, effort)

@@ -3,18 +3,20 @@ of their own, or the whole step as one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from pipeline.actions import Kind
+from pipeline.actions import Action, Kind
 from pipeline.engine import Captured, Engine
+from pipeline.epochs import check_commits
 from pipeline.plan import GraphKey
 from pipeline.program import COLLECTIVE
 from pipeline.step_graph import GraphMarks, cut, make
 from qeffect_lm.contract.leases import Slot
 from qeffect_lm.contract.ledger import Scope, Summary
+from qeffect_lm.fp8.cache import LAYOUTS
 from qeffect_lm.graphs.backend import Graph, GraphBackend
 from qeffect_lm.graphs.register import HiddenStateRegister
 from qeffect_lm.graphs.transaction import transaction
@@ -77,11 +79,28 @@ def capture_step(
         with ledger.recording(checked=True), engine.rehearsal(backend.across):
             engine.watch = marks if timed else None
             graph = backend.capture(f"the step of rank {engine.rank}", work, register=register)
+            _check_end(engine, inside, optimizer)
         captured.step = make(engine, graph, optimizer, marks.marks)
         if not optimizer:
             with ledger.recording():
                 _capture_end(engine, backend, register, captured)
     return _installed(engine, captured)
+
+
+def _check_end(engine: Engine, inside: Sequence[Action], optimizer: bool) -> None:
+    """Of the step that was captured, what only its end or the next step would find: replays take it for granted."""
+    ledger = engine.ledger
+    if not ledger.checks:
+        return
+    ledger.leases.end_step()
+    check_commits(ledger.timeline, engine.first_epochs, inside, ledger.step)
+    if optimizer:
+        for name in engine.cache.names:
+            for layout in LAYOUTS:
+                ledger.versions.require(name, layout, epoch=ledger.weight_epoch(), reader="the step after the captured one")
+    else:
+        ledger.grads.zero_empty_()
+        ledger.grads.check_complete(engine.plan.microbatches)
 
 
 @contextmanager

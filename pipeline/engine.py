@@ -25,17 +25,17 @@ import torch
 from pipeline.actions import Action, Kind
 from pipeline.batch import StepBuffers, StepInput
 from pipeline.effects import Effects
-from pipeline.epochs import commits_before, directions_of
+from pipeline.epochs import check_commits, commits_before
 from pipeline.p2p import Pending, Transport
 from pipeline.plan import GraphKey, Plan
 from pipeline.program import COLLECTIVE, COMPUTE
 from pipeline.stage import MicrobatchSlot, Stage
 from pipeline.step_end import StepEnd, StepResult
-from qeffect_lm.contract.errors import ScaleOrderError, StaleWeightError
+from qeffect_lm.contract.errors import StaleWeightError
 from qeffect_lm.contract.leases import Slot
 from qeffect_lm.contract.ledger import Ledger, Summary
 from qeffect_lm.contract.real_streams import BoundEvent, RealStreams
-from qeffect_lm.contract.timeline import Direction
+from qeffect_lm.contract.timeline import Begun, Direction
 from qeffect_lm.errors import QEffectError
 from qeffect_lm.fp8.cache import LAYOUTS, WeightCache
 from qeffect_lm.graphs.backend import Graph
@@ -136,10 +136,9 @@ class Engine:
         self.summaries: dict[GraphKey, Summary] | None = None  # filled where they are wanted, of what runs eagerly
         self._step = 0
         self._commits = commits_before(self.actions)
-        self._commits_of_a_step = {d: sum(d in directions_of(action) for action in self.actions) for d in Direction}
         self._first_epochs = dict(ledger.timeline.epochs)  # at the start of the step
         self._first_versions: dict[str, int] = {}
-        self._updating = False  # the optimizer has begun in this step
+        self.updating = False  # the optimizer has begun in this step: what follows cannot be put back
         self._broken: str | None = None
         self._handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
@@ -176,8 +175,8 @@ class Engine:
         if self.captured is not None and self.ledger.checks:
             self.captured.check_addresses()
         self._step = step
-        open_amax = self.ledger.timeline.open_amax.clone()
-        self._updating = False
+        begun = self.ledger.timeline.begun()
+        self.updating = False
         self._first_epochs = dict(self.ledger.timeline.epochs)
         self._first_versions = dict(self.ledger.versions.versions) if self.ledger.checks else {}
         try:
@@ -192,8 +191,8 @@ class Engine:
                     self.finish()
             self.ledger.end_step()
         except BaseException:
-            self._abandon(open_amax)
-            if self._updating:
+            self._abandon(begun)
+            if self.updating:
                 self._broken = f"step {step} failed while the optimizer ran, its state may be half-updated"
             elif self._transport is not None:
                 self._broken = f"step {step} failed with messages in flight, which the next step could take for its own"
@@ -257,7 +256,7 @@ class Engine:
             self._pending.clear()
             self._events.clear()
 
-    def _abandon(self, open_amax: torch.Tensor) -> None:
+    def _abandon(self, begun: Begun) -> None:
         self.watch = None
         if self._transport is None:  # with messages in flight a stream may never be done, and this engine runs no other step
             self.streams.synchronize_all()
@@ -266,9 +265,7 @@ class Engine:
         for stage in self.stages.values():
             for slot in stage.slots:
                 slot.saved = None
-        with torch.no_grad():
-            self.ledger.timeline.open_amax.copy_(open_amax)
-            self.ledger.timeline.spoilt.zero_()
+        self.ledger.timeline.begin_again(begun)
         self.ledger.abandon_step()
 
     # ---- compute actions ---------------------------------------------------------------------------------------
@@ -491,7 +488,7 @@ class Engine:
             self.across(self.end.gather_)
         self._edge(COLLECTIVE, self.compute_stream())
         self._launch("STEP")
-        self._updating = True
+        self.updating = True
         self._run_end("optimizer_step", self.end.optimizer_step_)
         self.across(self.end.share_)  # part of STEP's write: versions move once all of it is here
         self.ledger.versions.bump()
@@ -522,16 +519,8 @@ class Engine:
         """
         if not self.ledger.checks:
             return
-        timeline, versions = self.ledger.timeline, self.ledger.versions.versions
-        for direction, first in self._first_epochs.items():
-            wanted = first + self._commits_of_a_step[direction]
-            if timeline.epochs[direction] != wanted:
-                raise ScaleOrderError(
-                    f"step {self._step} ends at {direction} epoch {timeline.epochs[direction]}, its plan's commits lead to "
-                    f"{wanted}",
-                    epoch=wanted,
-                    current_epoch=timeline.epochs[direction],
-                )
+        check_commits(self.ledger.timeline, self._first_epochs, self.actions, self._step)
+        versions = self.ledger.versions.versions
         for name, first in self._first_versions.items():
             if versions[name] != first + 1:
                 raise StaleWeightError(

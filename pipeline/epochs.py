@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pipeline.actions import Action, Kind
-from qeffect_lm.contract.timeline import Direction
+from qeffect_lm.contract.errors import ScaleOrderError
+from qeffect_lm.contract.timeline import Direction, ScaleTimeline
 
 
 def directions_of(action: Action) -> tuple[Direction, ...]:
@@ -30,3 +31,20 @@ def commits_before(actions: Sequence[Action]) -> dict[Action, tuple[Direction, i
         for closed in closes:
             made[closed] += 1
     return before
+
+
+def check_commits(timeline: ScaleTimeline, first: Mapping[Direction, int], actions: Sequence[Action], step: int) -> None:
+    """After ``actions`` of a step that began at epochs ``first``: each of their commits was made once.
+
+    Raises:
+        ScaleOrderError: a commit is missing, or ran too often.
+    """
+    for direction, epoch in first.items():
+        wanted = epoch + sum(direction in directions_of(action) for action in actions)
+        now = timeline.epochs[direction]
+        if now != wanted:
+            raise ScaleOrderError(
+                f"step {step} ends at {direction} epoch {now}, its plan's commits lead to {wanted}",
+                epoch=wanted,
+                current_epoch=now,
+            )

@@ -27,6 +27,8 @@ from pipeline.validate import validate
 from qeffect_lm.contract.errors import PlanError
 from qeffect_lm.errors import UsageError
 
+MOST_MUTANTS = 1_000_000  # of one plan; making them all takes a minute
+
 
 @dataclass(frozen=True)
 class Mutant:
@@ -91,15 +93,26 @@ def score(subject: Plan | Program, sample: int | None = None, seed: int = 0) -> 
 
     Raises:
         PlanError: the plan itself is rejected.
+        UsageError: it has more than :data:`MOST_MUTANTS` mutants.
     """
     prove(subject)
-    program = program_of(subject) if isinstance(subject, Plan) else subject
-    mutants = list(effects_mutants(program))
+    total = 0
+    for _ in _mutants(subject):
+        total += 1
+        if total > MOST_MUTANTS:
+            raise UsageError(f"this plan can be broken in more than {MOST_MUTANTS:,} ways: test the check on a smaller one")
+    if sample is None or sample >= total:
+        return judge(subject, _mutants(subject))
+    places = random.Random(seed).sample(range(total), sample)
+    wanted = set(places)
+    drawn = {place: mutant for place, mutant in enumerate(_mutants(subject)) if place in wanted}  # all would not fit
+    return judge(subject, [drawn[place] for place in places])
+
+
+def _mutants(subject: Plan | Program) -> Iterator[Mutant]:
+    yield from effects_mutants(program_of(subject) if isinstance(subject, Plan) else subject)
     if isinstance(subject, Plan):
-        mutants += plan_mutants(subject)
-    if sample is not None and sample < len(mutants):
-        mutants = random.Random(seed).sample(mutants, sample)
-    return judge(subject, mutants)
+        yield from plan_mutants(subject)
 
 
 def judge(subject: Plan | Program, mutants: Iterable[Mutant]) -> Score:

@@ -21,6 +21,7 @@ from pipeline.slots import Holding, SlotPlan, Slots, assign_slots
 from pipeline.validate import WINDOWS, validate
 from qeffect_lm.contract.errors import PlanError
 from qeffect_lm.errors import UsageError
+from qeffect_lm.units import whole_number
 
 __all__ = [
     "GraphKey",
@@ -182,7 +183,7 @@ class Plan:
             unordered, stored = document["allow_unordered"], document["fingerprint"]
             validate(actions, placement, microbatches, lowered=True, allow_unordered=unordered, window=window)
             plan = cls(document["schedule"], placement, microbatches, window, actions, unordered, holding)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise PlanError(f"not a stored plan: {type(error).__name__}: {error}") from error
         if stored != plan.fingerprint():
             raise PlanError(
@@ -233,6 +234,7 @@ def make_plan(
     holding: Holding | None = None,
 ) -> Plan:
     """Lower and validate any compute plan. Raises PlanError (see :mod:`pipeline.validate`) or UsageError."""
+    microbatches = whole_number("the number of microbatches", microbatches)
     validate(compute, placement, microbatches, lowered=False, allow_unordered=allow_unordered)
     holding = holding or Holding()
     rows = lower(compute, placement, window=window, i_slot_until=holding.i_slot_until, checked=True)
@@ -301,7 +303,7 @@ def peak_bytes(
         (slots.dxs, bytes_dx),
     )
     return sum(
-        count * (size if isinstance(size, int) else size[chunk])
+        count * (size[chunk] if isinstance(size, Mapping) else whole_number("a size in bytes", size))
         for resource, size in sizes
         for chunk, count in resource.count.items()
     )

@@ -25,6 +25,7 @@ from pipeline.program import COMPLETE, LAUNCH, RECORD, TRANSFERS, WAIT, Op, Prog
 from pipeline.prove_rank import RankCheck
 from pipeline.rendezvous import Queue, Rendezvous, message_of, queue_of
 from qeffect_lm.contract.errors import PlanError
+from qeffect_lm.contract.streams import HOST
 
 STEPS = 2
 
@@ -180,6 +181,9 @@ def _check_streams(program: Program) -> None:
                 awaited: Hashable = None
                 if op.kind == RECORD:
                     events[op.event] = set(frontier[op.stream])
+                elif op.kind == WAIT and op.stream == HOST:  # the host goes on when all that is behind the event has run
+                    before, host = host, ("host", rank, (step, position))
+                    graph[host] |= {before, *events[op.event]}
                 elif op.kind == WAIT:
                     frontier[op.stream] |= events[op.event]
                 elif op.kind == COMPLETE:

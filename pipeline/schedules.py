@@ -21,6 +21,7 @@ from types import MappingProxyType
 from pipeline.actions import Action, Kind
 from pipeline.schedules_v import dual_pipe_v, zb_v
 from qeffect_lm.errors import UsageError
+from qeffect_lm.units import whole_number
 
 Compute = list[list[Action]]  # one list of compute actions per rank
 
@@ -39,23 +40,25 @@ class Placement:
     ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ranks", tuple(self.ranks))
-        if not self.ranks or set(self.ranks) != set(range(max(self.ranks) + 1)):
+        ranks = tuple(rank if type(rank) is int else whole_number("a rank of a placement", rank) for rank in self.ranks)
+        object.__setattr__(self, "ranks", ranks)
+        if not ranks or min(ranks) < 0 or len(set(ranks)) != max(ranks) + 1:
             raise UsageError(f"placement {self.ranks}: each rank from 0 on must hold at least one chunk")
 
     @classmethod
     def linear(cls, p: int) -> Placement:
         """Chunk r on rank r: one chunk per rank."""
-        return cls(tuple(range(p)))
+        return cls(tuple(range(whole_number("the number of ranks", p))))
 
     @classmethod
     def interleaved(cls, p: int, chunks: int) -> Placement:
         """Chunk c on rank c mod p: ``chunks`` per rank, the model goes round the ranks that many times."""
-        return cls(tuple(range(p)) * chunks)
+        return cls(tuple(range(whole_number("the number of ranks", p))) * whole_number("the number of chunks", chunks))
 
     @classmethod
     def v_shaped(cls, p: int) -> Placement:
         """Chunks r and 2p − 1 − r on rank r: the model goes to the last rank and comes back."""
+        p = whole_number("the number of ranks", p)
         return cls((*range(p), *reversed(range(p))))
 
     @property
@@ -86,6 +89,9 @@ class Placement:
 
 
 def _check(p: int, m: int, w_delay: int | None = 0) -> None:
+    lag = 0 if w_delay is None else w_delay
+    for what, value in (("the number of stages", p), ("the number of microbatches", m), ("w_delay", lag)):
+        whole_number(what, value)
     if p < 1 or m < 1:
         raise UsageError(f"a schedule needs at least one stage and one microbatch, not p={p}, m={m}")
     if w_delay is not None and w_delay < 0:
@@ -227,6 +233,7 @@ class Schedule:
 
     def __call__(self, p: int, m: int, w_delay: int | None = 0, chunks: int | None = None) -> Compute:
         """The compute actions per rank. Raises UsageError for numbers out of range."""
+        p, m = whole_number("the number of stages", p), whole_number("the number of microbatches", m)
         _check(p, m, w_delay)
         if self.own_lag and w_delay:
             raise UsageError(f"w_delay={w_delay}: schedule {self.name} itself sets when W runs: set w_delay to 0")
@@ -235,6 +242,7 @@ class Schedule:
     def chunks(self, wanted: int | None = None) -> int:
         """Chunks per rank; ``wanted`` None: the schedule's usual number. Raises UsageError for one it cannot have."""
         usual = 1 if self.shape == "linear" else 2
+        wanted = None if wanted is None else whole_number("the number of chunks", wanted)
         if wanted is None or wanted == usual or (self.shape == "interleaved" and wanted >= 1):
             return usual if wanted is None else wanted
         if self.shape == "interleaved":

@@ -45,6 +45,12 @@ class Simulation:
     makespan_bubble: float
 
 
+def _listed(duration: Duration) -> Duration:
+    """An array or tensor as the numbers it holds."""
+    numbers = getattr(duration, "tolist", None)
+    return duration if numbers is None else numbers()  # type: ignore[no-any-return]
+
+
 def _of_chunk(duration: Duration, chunk: int) -> float:
     return float(duration[chunk]) if isinstance(duration, Sequence) else float(duration)
 
@@ -66,6 +72,7 @@ def simulate(
     Raises:
         UsageError: a negative time, no work at all, or not one time per chunk.
     """
+    T_F, T_I, T_W, T_comm = _listed(T_F), _listed(T_I), _listed(T_W), _listed(T_comm)  # type: ignore[assignment]  # noqa: N806
     for duration in (T_F, T_I, T_W, T_comm):
         listed = isinstance(duration, Sequence)
         values = list(duration) if isinstance(duration, Sequence) else [duration]
@@ -166,6 +173,7 @@ def peak_activations(
 
     Raises: UsageError: a negative size, or M_W above M_B.
     """
+    M_B, M_W = _listed(M_B), _listed(M_W)  # noqa: N806
     for values in zip(*(size if isinstance(size, Sequence) else [size] for size in (M_B, M_W)), strict=False):
         if not 0 <= values[1] <= values[0]:
             raise UsageError(f"activation sizes need 0 ≤ M_W ≤ M_B, not M_B {M_B}, M_W {M_W}")

@@ -37,6 +37,7 @@ from typing import NamedTuple
 from pipeline.actions import Action, Kind
 from pipeline.slot_pairs import few_pairs
 from qeffect_lm.errors import UsageError
+from qeffect_lm.units import whole_number
 
 Key = tuple[int, int]  # (chunk, microbatch)
 
@@ -75,6 +76,7 @@ class Holding:
             raise UsageError(f"input_until={self.input_until}: an input is read by F, I or W")
         if self.i_slot_until not in (Kind.I, Kind.W):
             raise UsageError(f"i_slot_until={self.i_slot_until}: an I-slot is held until I or W")
+        object.__setattr__(self, "sends_in_flight", whole_number("sends_in_flight", self.sends_in_flight))
         if self.sends_in_flight < 1:
             raise UsageError(f"sends_in_flight={self.sends_in_flight}: at least one")
 

@@ -108,6 +108,7 @@ def _account_end(engine: Engine, actions: Iterable[Action]) -> None:
         if action.kind is Kind.STEP:
             if ledger.checks:
                 ledger.grads.check_complete(engine.plan.microbatches)
+            engine.updating = True
             ledger.versions.bump()
         elif action.kind is Kind.COMMIT and action.chunk is None:
             ledger.commit(ledger.timeline.epochs[Direction.FORWARD], by=str(action))
@@ -143,6 +144,7 @@ def _before(engine: Engine, op: Op) -> None:
 def _after(engine: Engine, op: Op, summaries: Mapping[GraphKey, Summary]) -> None:
     ledger = engine.ledger
     if op.work == "STEP":
+        engine.updating = True
         ledger.versions.bump()
     elif op.work == "REFRESH":
         ledger.refreshed({name: engine.cache.layer_of(name) for name in engine.cache.names}, LAYOUTS)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.program import BEGIN, COMPLETE, LAUNCH, RECORD, WAIT, Buffer, Op, Program
+from qeffect_lm.contract.streams import HOST
 from qeffect_lm.modelcheck.explore import TooManyStatesError, explore, mask, restrict
 
 Place = tuple[int, Buffer]  # (rank, buffer)
@@ -291,11 +292,12 @@ def _graph(program: Program, steps: int) -> _Graph:
         frontier: dict[str, int] = defaultdict(int)
         events: dict[int | None, int] = {}
         posted: dict[tuple, int] = {}
-        blocked = 0  # what the host has waited for
+        blocked = 0  # what the host has waited for: nothing is launched before it is there
+        known = 0  # what of it events vouch for, so that every later launch comes after it
 
         def add(node: _Node, frontier: dict[str, int] = frontier) -> int:
             graph.nodes.append(node)
-            graph.before.append(frontier[node.stream])
+            graph.before.append(frontier[node.stream] | known)  # noqa: B023 - read at once
             graph.rendezvous.append(blocked)  # noqa: B023 - read at once
             frontier[node.stream] = 1 << len(graph.nodes) - 1
             return len(graph.nodes) - 1
@@ -306,6 +308,9 @@ def _graph(program: Program, steps: int) -> _Graph:
                     posted.clear()
                 elif op.kind == RECORD:
                     events[op.event] = frontier[op.stream]
+                elif op.kind == WAIT and op.stream == HOST:
+                    known |= events.get(op.event, 0)
+                    blocked |= known
                 elif op.kind == WAIT:
                     frontier[op.stream] |= events.get(op.event, 0)
                 elif op.kind == COMPLETE and op.work.startswith("RECV"):

@@ -24,6 +24,7 @@ from pipeline.rendezvous import Queue, Rendezvous, direction_of, queue_of
 from pipeline.schedules import Placement
 from qeffect_lm.contract.errors import PlanError
 from qeffect_lm.errors import UsageError
+from qeffect_lm.units import whole_number
 
 WINDOWS = ("step", "microbatch")
 
@@ -36,16 +37,25 @@ _MESSAGES = SENDS | RECEIVES
 _NOWHERE = -1
 
 
+class _Sparse(dict[int, int]):
+    """A table of positions that are mostly nowhere."""
+
+    def __missing__(self, key: int) -> int:
+        return _NOWHERE
+
+
 class _Sites:
     """Where the actions of the chunks are. A chunk lives on one rank, so a position says it all.
 
     ``at[kind][chunk * microbatches + microbatch]`` is the position of an action, or ``_NOWHERE``.
     """
 
-    def __init__(self, placement: Placement, microbatches: int) -> None:
+    def __init__(self, placement: Placement, microbatches: int, actions: int) -> None:
         self.ranks, self.microbatches = placement.ranks, microbatches
         size = placement.num_chunks * microbatches
-        self.at = {kind: [_NOWHERE] * size for kind in (*sorted(COMPUTE), *sorted(_MESSAGES))}
+        kinds = *sorted(COMPUTE), *sorted(_MESSAGES)
+        # With more microbatches than actions some are missing, however many are claimed: no table is made for them.
+        self.at: dict[Kind, list[int]] = {kind: [_NOWHERE] * size if size <= actions else _Sparse() for kind in kinds}  # type: ignore[misc]
         self.commits: dict[Action, int] = {}
 
     def position(self, action: Action) -> int:
@@ -84,6 +94,7 @@ def validate(
             length for an action that is missing).
         UsageError: ``num_microbatches`` < 1 or an unknown window.
     """
+    num_microbatches = whole_number("the number of microbatches", num_microbatches)
     if num_microbatches < 1:
         raise UsageError(f"a step has at least one microbatch, not {num_microbatches}")
     if window is not None and window not in WINDOWS:
@@ -112,7 +123,7 @@ def _end(plan: Rows, rank: int) -> Site:
 
 def _sites(plan: Rows, placement: Placement, num_microbatches: int, lowered: bool) -> _Sites:
     """Where each action of a chunk is; rejects strays and repetitions."""
-    sites = _Sites(placement, num_microbatches)
+    sites = _Sites(placement, num_microbatches, sum(map(len, plan)))
     at, ranks, chunks = sites.at, placement.ranks, placement.num_chunks
     for rank, row in enumerate(plan):
         for position, action in enumerate(row):
@@ -141,9 +152,9 @@ def _sites(plan: Rows, placement: Placement, num_microbatches: int, lowered: boo
 
 def _check_counts(plan: Rows, sites: _Sites, placement: Placement, num_microbatches: int) -> None:
     forwards, inputs, weights, fulls = (sites.at[kind] for kind in (_F, _I, _W, _B))
-    for key, (f, i, w, b) in enumerate(zip(forwards, inputs, weights, fulls, strict=True)):
-        whole, half, other = b != _NOWHERE, i != _NOWHERE, w != _NOWHERE
-        if f != _NOWHERE and (half and other and not whole or whole and not half and not other):
+    for key in range(placement.num_chunks * num_microbatches):
+        whole, half, other = fulls[key] != _NOWHERE, inputs[key] != _NOWHERE, weights[key] != _NOWHERE
+        if forwards[key] != _NOWHERE and (half and other and not whole or whole and not half and not other):
             continue
         chunk, microbatch = divmod(key, num_microbatches)
         _fail_count(plan, sites, placement.ranks[chunk], chunk, microbatch)

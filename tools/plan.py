@@ -44,6 +44,15 @@ from qeffect_lm.units import parse_bytes
 from tools.common import add_traceback, run_tool
 
 EXACT_OPERATIONS = 40  # up to this many, auto's distance from the optimum is searched
+DEFAULTS: dict[str, Any] = {
+    "costs": "1,1,1,0",
+    "memory": "1,1",
+    "objective": "span",
+    "placements": ",".join(SHAPES),
+    "effort": 1.0,
+}
+MUTANT_DIGITS = 6  # no plan that can be tested so has more mutants than a million
+TIMES = "costs", "memory", "memory_limit"  # what a drawing needs, and auto
 Numbers = float | tuple[float, ...]
 
 
@@ -84,21 +93,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--chunks", type=int, metavar="V", help="chunks per rank, for interleaved-1f1b (2)")
     add(
         "--costs",
-        default="1,1,1,0",
         metavar="F,I,W,COMM",
         help="time of F, I, W of one stage and latency of a message, in any unit (1,1,1,0); for stages that differ, "
         "one number per stage with colons: 1:1:2,1:1:2,1:1:1,0",
     )
-    add("--memory", default="1,1", metavar="MB,MW", help="activation memory of one microbatch of a stage after F and I (1,1)")
+    add("--memory", metavar="MB,MW", help="activation memory of one microbatch of a stage after F and I (1,1)")
     add(
         "--memory-limit",
         metavar="LIMIT",
         help="what a stage may hold: a number of M_B, or bytes (40GB, 40GiB, 4e10B) with --memory in bytes",
     )
     add("--w-delay", metavar="N", help="microbatches by which W trails I, or 'stage': the stage's index; splits B in I and W")
-    add("--objective", default="span", choices=OBJECTIVES, help="what auto makes small: longest stage span, or makespan (span)")
-    add("--placements", default=",".join(SHAPES), metavar="LIST", help=f"what auto may use ({','.join(SHAPES)})")
-    add("--effort", type=float, default=1.0, help="how long auto searches (1)")
+    add("--objective", choices=OBJECTIVES, help="what auto makes small: longest stage span, or makespan (span)")
+    add("--placements", metavar="LIST", help=f"what auto may use ({','.join(SHAPES)})")
+    add("--effort", type=float, help="how long auto searches (1)")
     add("--lowered", action="store_true", help="with --json or --csv: with messages and the step's end")
     checks = parser.add_argument_group("checking a plan")
     check = checks.add_argument
@@ -130,11 +138,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> int:
+    _refuse_ignored(args)
+    for name, value in DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     if args.check:
         return _check(args)
-    for name in ("plan", "window", "effects", "mutants"):
-        if getattr(args, name) is not None:
-            raise UsageError(f"--{name} goes with --check")
     _require_sizes(args)
     costs = _costs(args.costs, args.stages)
     sizes = _sizes(args.memory, args.memory_limit)
@@ -164,6 +173,35 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _refuse_ignored(args: argparse.Namespace) -> None:
+    """Raises UsageError for an option that would change nothing: whoever gave it expects something of it."""
+    given = {name for name, value in vars(args).items() if value is not None and value is not False}
+
+    def refuse(names: Sequence[str], why: str) -> None:
+        for name in names:
+            if name in given:
+                raise UsageError(f"--{name.replace('_', '-')} {why}")
+
+    if not args.check:
+        refuse(("plan", "window", "effects", "mutants"), "goes with --check")
+        refuse(("lowered",) if not (args.json or args.csv) else (), "goes with --json or --csv")
+        refuse(("width",) if args.json or args.csv else (), "is of the drawing, which --json and --csv leave out")
+    else:
+        for name in ("csv", "svg", "width", "lowered"):
+            if name in given:
+                raise UsageError(f"--check draws nothing: leave --{name} out")
+        if args.plan is not None:
+            names = "schedule", "stages", "microbatches", "window", "chunks", "w_delay"
+            wrong = [f"--{name.replace('_', '-')}" for name in names if name in given]
+            if wrong:
+                raise UsageError(f"--plan FILE says all that {', '.join(wrong)} would: leave them out")
+            refuse(TIMES, "has no meaning for a stored plan: leave it out")
+        elif args.schedule != "auto":
+            refuse(TIMES, "has no meaning with --check, but for auto: a proof does not depend on times and sizes")
+    if args.schedule != "auto":
+        refuse(("objective", "placements", "effort"), "goes with --schedule auto")
+
+
 def _require_sizes(args: argparse.Namespace) -> None:
     missing = [f"--{name}" for name in ("schedule", "stages", "microbatches") if getattr(args, name) is None]
     if missing:
@@ -174,19 +212,15 @@ def _check(args: argparse.Namespace) -> int:
     """``--check``: of a file, or of a schedule as the engine runs it."""
     from tools import plan_check  # imports torch, which drawing does not need
 
-    if args.csv or args.svg is not None:
-        raise UsageError("--check draws nothing: leave --csv and --svg out")
     mutants = None
     if args.mutants is not None:
         if args.mutants != "all" and not re.fullmatch(r"[1-9]\d*", args.mutants):
             raise UsageError(f"--mutants {args.mutants}: a number from 1 on, or 'all'")
+        if args.mutants != "all" and len(args.mutants) > MUTANT_DIGITS:
+            raise UsageError(f"--mutants: a number of at most {MUTANT_DIGITS} digits; 'all' is every one there is")
         mutants = 0 if args.mutants == "all" else int(args.mutants)
     try:
         if args.plan is not None:
-            names = "schedule", "stages", "microbatches", "window"
-            given = [f"--{name}" for name in names if getattr(args, name) is not None]
-            if given:
-                raise UsageError(f"--plan FILE says all that {', '.join(given)} would: leave them out")
             subject = plan_check.load(args.plan)
         else:
             _require_sizes(args)

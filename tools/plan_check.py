@@ -30,7 +30,7 @@ def load(path: Path) -> Plan | Program:
         document = json.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'not a text'}") from None
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # JSON's own, a number of thousands of digits, thousands of brackets
         raise UsageError(f"{path} is no plan: not JSON ({error})") from None
     meta = document.get("meta") if isinstance(document, dict) else None
     if isinstance(meta, dict) and isinstance(meta.get("plan"), str):

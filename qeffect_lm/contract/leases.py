@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from qeffect_lm.contract.errors import (
@@ -26,6 +27,7 @@ from qeffect_lm.contract.errors import (
     WeightGradTwiceError,
 )
 from qeffect_lm.contract.names import Names
+from qeffect_lm.errors import UsageError
 
 
 class LeaseState(StrEnum):
@@ -168,7 +170,10 @@ class LeaseTable:
 
         Raises:
             LeaseRetainedError: it went forward already, or a slot is still held.
+            UsageError: chunk or microbatch is no whole number (a 0-dim tensor, say).
         """
+        if not (isinstance(chunk, Integral) and isinstance(microbatch, Integral)):  # a tensor is its own key, and no other's
+            raise UsageError(f"chunk and microbatch of an action are whole numbers, not {chunk!r} and {microbatch!r}")
         if self.step is None:
             raise LeaseError("an action outside a step", chunk=chunk, microbatch=microbatch)
         owner = Owner(self.step, chunk, microbatch)

@@ -66,11 +66,13 @@ class BodySummary:
 
 
 class _Groups(NamedTuple):
-    """A summary's names; ``layers`` sorted, None where one is named twice."""
+    """A summary's names; ``layers`` sorted, None where one is named twice. ``asked``: the chunks for which its roles are known
+    to be complete."""
 
     weights: Names
     grads: Names
     layers: Names | None
+    asked: set[int]
 
 
 @dataclass
@@ -193,6 +195,7 @@ class Ledger:
         self._current: Scope | None = None
         self._declared: dict[tuple[str, int], frozenset[str]] = {}
         self._refused_by: str | None = None  # what raised in this step
+        self._untold = False  # work was launched while the mode was off: the stream clock does not know of it
         self._interned = Interned()
         self._replayed: dict[int, tuple[Summary, _Groups]] = {}
         self.step = 0
@@ -206,10 +209,26 @@ class Ledger:
         """Whether every effect goes to a file."""
         return self._tracer is not None
 
-    def switch(self, mode: Mode | str, trace: TraceWriter | None = None) -> None:
-        """Change the mode between two steps (to compare what modes cost on the same objects)."""
+    def switch(self, mode: Mode | str, trace: TraceWriter | None = None, *, synchronised: bool = False) -> None:
+        """Change the mode between two steps (to compare what modes cost on the same objects).
+
+        Args:
+            synchronised: the host has waited for all streams (``torch.cuda.synchronize()``). From ``off`` that must be so, if
+                anything was launched: nobody knows what was ordered after what meanwhile.
+
+        Raises:
+            LeaseError: inside a step, or from ``off`` without that.
+        """
         if self._current is not None or self.leases.step is not None:
             self._refuse(LeaseError("the mode changes between steps only", step=self.step))
+        if Mode(mode) is not Mode.OFF:
+            if self._untold and not synchronised:
+                why = "work was launched while the contract was off, and what orders it is not known"
+                remedy = "wait for the device (torch.cuda.synchronize()) and pass synchronised=True"
+                self._refuse(LeaseError(f"{why}: {remedy}", step=self.step))
+            if synchronised:
+                self._untold = False
+                self.streams.settle()
         self.mode = Mode(mode)
         self._attach(trace)
 
@@ -220,9 +239,10 @@ class Ledger:
     def declare_roles(self, kind: str, chunk: int, roles: Iterable[str]) -> None:
         """Say which scale roles every F (or I) of ``chunk`` must report, by an amax or as EMPTY."""
         self._declared[kind, chunk] = frozenset(roles)
+        self._replayed.clear()  # summaries are asked again
 
     def check_roles(self, kind: str, chunk: int, microbatch: int, reported: Iterable[str]) -> None:
-        """At the end of an eager action, and of a capture.
+        """At the end of an eager action and of a capture, and at a summary's first replay for a chunk.
 
         Raises:
             ScaleOrderError: a declared role was not reported: its scale would freeze unnoticed.
@@ -349,11 +369,14 @@ class Ledger:
             self._refuse(LeaseError(f"{kind} starts inside {self._current.kind}", chunk=chunk, microbatch=microbatch))
         if self._tracer is not None:
             self._tracer.begin_action(kind, chunk, microbatch)
+        groups = self._groups_of(summary)
+        if chunk not in groups.asked:  # it may be made by hand
+            self.check_roles(kind, chunk, microbatch, summary.roles)
+            groups.asked.add(chunk)
         self._enter(kind, chunk, microbatch, slots)
         contributor = (kind, chunk, microbatch)
         direction = _DIRECTION.get(kind)
         bound = self.timeline.begin(contributor, direction, epoch=epoch) if direction is not None else 0
-        groups = self._groups_of(summary)
         if summary.weights:
             self.versions.require_all(
                 groups.weights, epoch=self.weight_epoch(), reader=f"{chunk}{kind}{microbatch}", microbatch=microbatch
@@ -396,7 +419,7 @@ class Ledger:
                 self._refuse(GradSlotError(f"a graph writes {summary.grads[0]!r} and its summary gives no beta"))
             distinct = len(set(summary.layers)) == len(summary.layers)
             layers = self._interned.of(sorted(summary.layers)) if distinct else None
-            groups = _Groups(self._interned.of(summary.weights), self._interned.of(summary.grads), layers)
+            groups = _Groups(self._interned.of(summary.weights), self._interned.of(summary.grads), layers, set())
             known = self._replayed[id(summary)] = (summary, groups)  # kept: its identity is the key
         return known[1]
 
@@ -413,7 +436,7 @@ class Ledger:
 
         ``checked`` keeps the checks on, for the graph of a whole step: what is captured is then a step like any other.
         """
-        mode = self.mode
+        mode, untold = self.mode, self._untold
         if not checked:
             self.mode = Mode.OFF
         if self._tracer is not None:
@@ -421,7 +444,7 @@ class Ledger:
         try:
             yield
         finally:
-            self.mode = mode
+            self.mode, self._untold = mode, untold
             if self._tracer is not None:
                 self._tracer.silent = False
 
@@ -465,6 +488,7 @@ class Ledger:
             StreamOrderError: a conflicting earlier access is not ordered before this one.
         """
         if not self.checks:
+            self._untold = True
             return
         if self._tracer is not None:
             self._tracer.launch(stream, accesses, who)
@@ -479,7 +503,10 @@ class Ledger:
 
         None in mode ``off``, which :meth:`wait` and :meth:`synchronize` take.
         """
-        return self.streams.record(stream, covers) if self.checks else None
+        if self.checks:
+            return self.streams.record(stream, covers)
+        self._untold = True
+        return None
 
     def wait(self, stream: str, event: Event | None) -> None:
         """Work launched on ``stream`` from here on waits for ``event``."""

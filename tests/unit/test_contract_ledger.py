@@ -26,6 +26,7 @@ from qeffect_lm.contract.ledger import Ledger, Mode, Summary
 from qeffect_lm.contract.streams import Access
 from qeffect_lm.contract.timeline import Direction
 from qeffect_lm.contract.trace import TraceWriter
+from qeffect_lm.errors import UsageError
 from tests.unit.contract_driver import WEIGHTS, Driver
 
 
@@ -463,3 +464,78 @@ def test_an_abandoned_step_has_waited_for_everything():
     ledger.launch("a", [("x", WRITE)], "one")
     ledger.abandon_step()
     ledger.launch("b", [("x", READ)], "two")
+
+
+def test_a_declared_role_that_a_summary_lacks():
+    """A summary may be made by hand: it is asked before anything of it counts, and again after a declaration."""
+    driver = Driver()
+    ledger = driver.ledger
+    ledger.declare_roles("F", 0, ["a.input", "b.input"])
+    ledger.begin_step(0)
+    slots = Slot("I", 0, 0), Slot("W", 0, 0)
+    short = Summary("F", scales=frozenset({Direction.FORWARD}), roles=("a.input",), layers=("a", "b"))
+    error = fails(ScaleOrderError, lambda: ledger.replay(short, 0, 0, slots=slots), message="nobody reported an amax")
+    assert error.place["role"] == "b.input"
+    ledger.abandon_step()
+    ledger.begin_step(0)
+    whole = Summary("F", scales=frozenset({Direction.FORWARD}), roles=("a.input", "b.input"), layers=("a", "b"))
+    ledger.replay(whole, 0, 0, slots=slots)
+    ledger.declare_roles("F", 0, ["a.input", "b.input", "c.input"])
+    fails(ScaleOrderError, lambda: ledger.replay(whole, 0, 1, slots=(Slot("I", 0, 1), Slot("W", 0, 1))), message="'c.input'")
+
+
+def quiet() -> Ledger:
+    return Driver().ledger
+
+
+def one_step(ledger: Ledger, step: int, *, edge: bool = True) -> None:
+    """``compute`` writes what ``copy`` reads in the step after."""
+    ledger.begin_step(step)
+    ledger.launch("copy", [("x", Access.WRITE)], "batch")
+    ledger.wait("compute", ledger.record("copy"))
+    ledger.launch("compute", [("x", Access.READ)], "work")
+    if edge:
+        ledger.wait("copy", ledger.record("compute"))
+    ledger.commit(step)
+    ledger.end_step()
+
+
+def test_the_mode_goes_back_on():
+    """Edges made while it was off are unknown: with them forgotten, correct work would be refused. Who has waited says so."""
+    ledger = quiet()
+    one_step(ledger, 0, edge=False)  # its edge is made in the next step's place, while the mode is off
+    ledger.switch("off")
+    ledger.wait("copy", ledger.record("compute"))
+    one_step(ledger, 1)
+    fails(LeaseError, lambda: ledger.switch("enforce"), message="pass synchronised=True")
+    assert ledger.mode is Mode.OFF
+    ledger.switch("enforce", synchronised=True)
+    one_step(ledger, 2)
+    ledger.switch("off")
+    ledger.switch("enforce")  # nothing happened meanwhile
+    ledger.switch("off")
+    with ledger.recording():
+        ledger.launch("compute", [("x", Access.WRITE)], "captured")  # a capture launches nothing
+    ledger.switch("enforce")
+    one_step(ledger, 3, edge=False)
+    ledger.begin_step(4)
+    fails(StreamOrderError, ledger.launch, "copy", [("x", Access.WRITE)], "batch", message="is not ordered after work")
+
+
+def test_steps_between_switches_are_still_followed():
+    """Settling at every switch leaves a steady order steady, so that benchmarks which take turns measure what a run has."""
+    ledger = quiet()
+    for step in range(12):
+        ledger.switch("off" if step % 4 in (0, 3) else "enforce", synchronised=True)
+        one_step(ledger, step)
+    assert ledger.streams._script is not None
+
+
+@pytest.mark.parametrize("number", [torch.tensor(0), 0.0])
+def test_a_microbatch_that_is_no_whole_number(number):
+    ledger = quiet()
+    ledger.begin_step(0)
+    with pytest.raises(UsageError, match="whole numbers, not 0 and .*0"), ledger.action(
+        "F", 0, number, slots=(Slot("I", 0, 0), Slot("W", 0, 0))
+    ):
+        pass

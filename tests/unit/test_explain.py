@@ -242,3 +242,20 @@ def test_a_record_with_senseless_values_is_one_line(tmp_path, capsys):
     assert main([str(path), "--step", "0"]) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ") and str(path) in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--size", "--step", "1"], "--step has no effect with --size"),
+        (["--size", "--html", "x.html"], "--html has no effect with --size"),
+        (["--html", "x.html", "--buffer", "x"], "--buffer has no effect with --html"),
+        (["--html", "x.html", "--kind", "weight"], "--kind has no effect with --html"),
+        (["--violation", "--microbatch", "0"], "--microbatch has no effect with --violation"),
+        (["--violation", "--layer", "head"], "--layer has no effect with --violation"),
+        (["--lease", "0,1", "--layer", "head"], "--layer has no effect with --lease"),
+    ],
+)
+def test_choices_that_would_be_ignored(options, message, capsys, tmp_path):
+    code, lines, err = run(capsys, tmp_path / "never-read.jsonl", *options)
+    assert code == 2 and lines == [] and err == f"error: {message}: leave one of them out\n"

@@ -12,13 +12,14 @@ import pytest
 from pipeline import mutate, prove_rank, symbolic
 from pipeline.actions import parse_actions
 from pipeline.effects import program
-from pipeline.mutate import Score, effects_mutants, plan_mutants, score
+from pipeline.mutate import Mutant, Score, effects_mutants, plan_mutants, score
 from pipeline.plan import Plan, build_plan, make_plan
 from pipeline.program import Program, parse_op
 from pipeline.prove import prove
 from pipeline.schedules import SCHEDULES, Placement
 from pipeline.symbolic import Simulator
 from qeffect_lm.contract.streams import StreamClock
+from qeffect_lm.errors import UsageError
 from tests.unit.test_pipeline_prove import STEP, at, changed, drop, move, sub, twice, w_on_its_own_stream
 
 SAMPLED = [
@@ -234,3 +235,19 @@ def test_the_judge_shares_nothing_with_the_check():
         found |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         assert {name for name in found if name.startswith(("pipeline", "qeffect_lm"))} <= may
     assert prove(replace(STEP)).operations == 2 * sum(map(len, program(STEP).rows))
+
+
+def test_a_sample_is_drawn_from_all_and_a_large_plan_refused(monkeypatch):
+    """The sample is what drawing from a list of all mutants gives, without that list; counting stops at the bound."""
+    plan = build_plan("1f1b", 1, 2)
+    everything = [*effects_mutants(program(plan)), *plan_mutants(plan)]
+    seen: list[Mutant] = []
+    monkeypatch.setattr("pipeline.mutate.judge", lambda subject, mutants: seen.extend(mutants))
+    score(plan, 25, seed=3)
+    assert seen == random.Random(3).sample(everything, 25)
+    seen.clear()
+    score(plan, 10 * len(everything))
+    assert seen == everything
+    monkeypatch.setattr("pipeline.mutate.MOST_MUTANTS", len(everything) - 1)
+    with pytest.raises(UsageError, match="in more than .* ways: test the check on a smaller one"):
+        score(plan, 25)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import FrozenInstanceError, replace
 
+import numpy
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.actions import Action, Kind, parse_action, parse_actions
+from pipeline.auto import auto
 from pipeline.lower import lower
 from pipeline.plan import GraphKey, Holding, Plan, assign_slots, build_plan, make_plan, peak_bytes
-from pipeline.schedules import SCHEDULES, Placement
+from pipeline.schedules import SCHEDULES, Placement, one_f_one_b
+from pipeline.simulate import simulate
 from pipeline.slots import Slots, Span
 from qeffect_lm.contract.errors import PlanError
 from qeffect_lm.errors import UsageError
@@ -382,3 +386,41 @@ def test_a_plan_checks_its_window() -> None:
     rows = lower(SCHEDULES["1f1b"](1, 1, 0), Placement.linear(1))
     with pytest.raises(PlanError):
         Plan("1f1b", Placement.linear(1), 1, "microbatch", tuple(map(tuple, rows))).validate()
+
+
+# ---- numbers of other kinds ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [numpy.int64, numpy.array, torch.tensor])
+def test_whole_numbers_of_other_libraries(number) -> None:  # noqa: ANN001
+    """numpy's and 0-dim ones are Python ints from there on: the plan has the same text, and can be stored."""
+    expected = build_plan("interleaved-1f1b", 2, 4, 1, chunks=2)
+    plan = build_plan("interleaved-1f1b", number(2), number(4), number(1), chunks=number(2))
+    assert plan.to_json() == expected.to_json()
+    placement, holding = Placement((number(0), number(1))), Holding(sends_in_flight=number(1))
+    found = make_plan("x", one_f_one_b(2, 4), placement, number(4), holding=holding)
+    assert Plan.from_json(found.to_json()) == found
+    assert auto(number(2), number(4), 1, 1, 1, effort=0).plan == auto(2, 4, 1, 1, 1, effort=0).plan
+    assert Action(Kind.F, number(1), number(2)) == Action(Kind.F, 1, 2)
+    assert simulate(expected, number([1, 1, 1, 1]), 1, 1) == simulate(expected, [1, 1, 1, 1], 1, 1)
+    assert peak_bytes(expected, 0, number(3), 5) == peak_bytes(expected, 0, 3, 5)
+
+
+@pytest.mark.parametrize("number", [2.0, "2", torch.tensor([2, 2]), torch.tensor(2.0)])
+def test_no_whole_numbers(number) -> None:  # noqa: ANN001
+    for call in (
+        lambda: build_plan("1f1b", number, 4),
+        lambda: build_plan("1f1b", 2, number),
+        lambda: build_plan("1f1b", 2, 4, number),
+        lambda: build_plan("interleaved-1f1b", 2, 4, chunks=number),
+        lambda: make_plan("x", one_f_one_b(2, 4), Placement.linear(2), number),
+        lambda: Placement((0, number)),
+        lambda: Placement.v_shaped(number),
+        lambda: one_f_one_b(number, 4),
+        lambda: auto(2, number, 1, 1, 1),
+        lambda: Holding(sends_in_flight=number),
+        lambda: Action(Kind.F, 0, number),
+        lambda: peak_bytes(build_plan("1f1b", 1, 1), 0, number, 1),
+    ):
+        with pytest.raises(UsageError, match="is a whole number, not"):
+            call()

@@ -17,6 +17,7 @@ from pipeline.program import Op, Program, parse_op
 from pipeline.prove import prove, prove_rank
 from pipeline.rendezvous import Rendezvous
 from pipeline.schedules import SCHEDULES, Placement
+from pipeline.symbolic import Simulator
 from qeffect_lm.app.assemble import assemble
 from qeffect_lm.contract.errors import PlanError
 from qeffect_lm.errors import UsageError
@@ -331,6 +332,30 @@ def test_an_edge_that_only_the_next_step_misses():
     with pytest.raises(PlanError, match="0F0 .* is not ordered after REFRESH.*in the step after the first"):
         prove(broken)
     prove(whole.with_row(0, map(parse_op, [*alone, "record refresh e91", "wait compute e91", *lines[place + 1 :]])))
+
+
+def test_a_host_that_waits_for_an_event():
+    """``wait host`` blocks the host: before its send, for the answer to it, nobody gets on; after it, it is a host wait."""
+    whole = program(build_plan("1f1b", 2, 1))
+    lines = [str(op) for op in whole.rows[0]]
+    send, gradient = at(lines, "launch send_F 0SEND_F0"), at(lines, "record recv_B")
+    wait = lines[gradient].replace("record recv_B", "wait host")
+    prove(whole.with_row(0, map(parse_op, [*lines[: send + 2], wait, *lines[send + 2 :]])))
+    with pytest.raises(PlanError, match="deadlock between streams: .*0RECV_B0") as caught:
+        prove(whole.with_row(0, map(parse_op, [*lines[:send], wait, *lines[send:]])))
+    assert {"rank", "position", "action"} <= set(caught.value.place)
+
+
+def test_the_simulator_knows_host_waits():
+    """Both of the check's judges agree on them: the valid program is sound, the other one ends in a deadlock."""
+    whole = program(build_plan("1f1b", 2, 1))
+    lines = [str(op) for op in whole.rows[0]]
+    send, gradient = at(lines, "launch send_F 0SEND_F0"), at(lines, "record recv_B")
+    wait = lines[gradient].replace("record recv_B", "wait host")
+    later = whole.with_row(0, map(parse_op, [*lines[: send + 2], wait, *lines[send + 2 :]]))
+    earlier = whole.with_row(0, map(parse_op, [*lines[:send], wait, *lines[send:]]))
+    assert Simulator().run(later).sound
+    assert Simulator().run(earlier).deadlock
 
 
 # ---- effects of one's own -------------------------------------------------------------------------------------------

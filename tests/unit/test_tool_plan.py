@@ -195,6 +195,25 @@ def test_errors_are_one_line_and_exit_2(run, arguments: list[str], reason: str) 
     assert re.search(reason, run(*sizes, *arguments, code=2))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--schedule", "1f1b", "--objective", "span"], "--objective goes with --schedule auto"),
+        (["--schedule", "1f1b", "--placements", "v"], "--placements goes with --schedule auto"),
+        (["--schedule", "1f1b", "--effort", "0"], "--effort goes with --schedule auto"),
+        (["--schedule", "1f1b", "--lowered"], "--lowered goes with --json or --csv"),
+        (["--schedule", "1f1b", "--json", "--width", "90"], "--width is of the drawing, which --json and --csv leave out"),
+        (["--schedule", "1f1b", "--check", "--width", "90"], "--check draws nothing: leave --width out"),
+        (["--schedule", "1f1b", "--check", "--json", "--lowered"], "--check draws nothing: leave --lowered out"),
+        (["--schedule", "1f1b", "--check", "--costs", "1,1,1,0"], "--costs has no meaning with --check, but for auto"),
+        (["--schedule", "1f1b", "--check", "--memory-limit", "3"], "--memory-limit has no meaning with --check, but for auto"),
+        (["--schedule", "1f1b", "--check", "--effort", "1"], "--effort goes with --schedule auto"),
+    ],
+)
+def test_options_that_would_be_ignored(run, arguments: list[str], reason: str) -> None:
+    assert reason in run(*arguments, "--stages", "2", "--microbatches", "4", code=2)
+
+
 def test_as_a_program() -> None:
     command = [sys.executable, "-m", "tools.plan", "--schedule", "zb-h1", *PAPER, "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -275,6 +294,12 @@ def test_check_with_mutants(run) -> None:
         (["--plan", "LINE"], r"is no plan: 'jump' is no operation of a program.*\[rank=0, position=1\]"),
         (["--plan", "NEWER"], "a program of format 2"),
         (["--plan", "x", "--schedule", "1f1b"], "--plan FILE says all that --schedule would"),
+        (["--plan", "x", "--chunks", "2", "--w-delay", "1"], "--plan FILE says all that --chunks, --w-delay would"),
+        (["--plan", "x", "--costs", "1,1,1,1"], "--costs has no meaning for a stored plan"),
+        (["--plan", "DIGITS"], "is no plan: not JSON .*4300 digits"),
+        (["--plan", "DEEP"], "is no plan: not JSON .*recursion"),
+        (["--plan", "FAR"], "each rank from 0 on must hold at least one chunk"),
+        ([*SMALL, "--mutants", "9" * 5000], "--mutants: a number of at most 6 digits"),
         (["--schedule", "1f1b"], "required: --stages, --microbatches"),
         ([*SMALL, "--mutants", "few"], "--mutants few: a number from 1 on, or 'all'"),
         ([*SMALL, "--svg", "x.svg"], "--check draws nothing"),
@@ -287,10 +312,20 @@ def test_errors_of_check(run, tmp_path: Path, arguments: list[str], reason: str)
     program = {"effects": 1, "schedule": "x", "placement": [0], "microbatches": 1, "window": "step"}
     program["ranks"] = [["begin", "jump"]]
     files = {"OTHER": "{}", "EFFECTS": '{"effects": 1}', "LINE": json.dumps(program), "NEWER": '{"effects": 2}'}
+    files |= {"DIGITS": '{"format": ' + "1" * 5000 + "}", "DEEP": "[" * 100_000}
+    stored = json.loads(build_plan("1f1b", 1, 1).to_json())
+    files["FAR"] = json.dumps({**stored, "placement": [0, 10**15]})
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     given = [str(tmp_path / word) if word in files else word for word in arguments]
     assert re.search(reason, run("--check", *given, code=2))
+
+
+def test_a_stored_plan_that_claims_a_lot(capsys, tmp_path: Path) -> None:
+    """Rejected for what it lacks, without a table of what it would have."""
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({**json.loads(build_plan("1f1b", 1, 1).to_json()), "microbatches": 10**18}))
+    assert "0F1 is missing" in rejected(capsys, "--plan", str(file), "--check")
 
 
 def test_what_belongs_to_check(run) -> None:

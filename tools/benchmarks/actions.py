@@ -104,7 +104,7 @@ def measure(config: Path, layers: int, steps: int = 60) -> dict[str, dict[str, f
     for step in range(2 * steps):
         mode = ("off", "enforce")[(step + step // 2) % 2]  # off enforce enforce off: neither is always first
         choose(mode)
-        assembly.ledger.switch(mode)
+        assembly.ledger.switch(mode, synchronised=True)
         assembly.engine.step(step, data)
     medians = {kind: {mode: statistics.median(values) for mode, values in modes.items()} for kind, modes in samples.items()}
     return {kind: {**modes, "added": modes["enforce"] - modes["off"]} for kind, modes in medians.items()}

@@ -169,7 +169,7 @@ def measure(size: Size, steps: int = 60) -> dict[str, object]:
         for mode in orders[turn % len(orders)]:
             torch.cuda.synchronize()
             if mode != "bare":
-                stage.guard.ledger.switch(mode)
+                stage.guard.ledger.switch(mode, synchronised=True)
             began = time.perf_counter()
             if mode == "bare":
                 stage.bare()

@@ -34,7 +34,7 @@ def measure(config_path: Path, backend: str, steps: int) -> dict[str, dict[str, 
         orders = list(itertools.permutations(MODES))  # every mode follows every other equally often
         turns = [mode for turn in range(steps + 2) for mode in orders[turn % len(orders)]]
         for step, mode in enumerate(turns):
-            assembly.ledger.switch(mode, trace if mode == "trace" else None)
+            assembly.ledger.switch(mode, trace if mode == "trace" else None, synchronised=True)
             data = _batch(step, shape, config.model.vocab_size)
             began = time.perf_counter()
             float(assembly.engine.step(step, data).loss)

@@ -51,6 +51,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _tell(args: argparse.Namespace) -> int:
+    _refuse_ignored(args)
     ranks, remarks = load(args.trace, args.run)
     for remark in remarks:
         print(f"note: {remark}", file=sys.stderr)
@@ -70,6 +71,22 @@ def _tell(args: argparse.Namespace) -> int:
     else:
         return _timeline(ranks, args)
     return 0
+
+
+def _refuse_ignored(args: argparse.Namespace) -> None:
+    """Raises UsageError for a choice that the one made with it leaves without effect."""
+    chosen = [name for name in RESOURCES if getattr(args, name) is not None]
+    fits = [name for name in ("step", "microbatch", "layer", "kind") if getattr(args, name) is not None]
+    if args.size:
+        mode, wrong = "--size", [*fits, *(["html"] if args.html is not None else [])]
+    elif args.html is not None:
+        mode, wrong = "--html", [*chosen, *(name for name in fits if name != "step")]
+    elif args.violation is not None:
+        mode, wrong = "--violation", fits
+    else:
+        mode, wrong = f"--{''.join(chosen)}", [name for name in fits if name == "layer" and chosen]
+    if wrong:
+        raise UsageError(f"--{wrong[0]} has no effect with {mode}: leave one of them out")
 
 
 def _whole(args: argparse.Namespace) -> bool:
