@@ -55,6 +55,11 @@ def test_single_blocks_take_turns() -> None:
     assert len(plan.buckets) == 6 and [plan.owned(rank) for rank in range(3)] == [32, 32, 32]
 
 
+def test_cuts_are_the_nearest_edges() -> None:
+    """A third of 64 elements is nearest to 16, two thirds to 48."""
+    assert plan_buckets(*spans_of(64), 3, 100, block=16).buckets[0].cuts == (0, 16, 48, 64)
+
+
 def test_one_block_lies_on_one_rank() -> None:
     """A stage that has a single block: one replica owns everything, the others nothing."""
     plan = plan_buckets(*spans_of(10), 4, 100, block=16)
