@@ -29,7 +29,7 @@ from qeffect_lm.runtime.rng import generator_tensors, load_generator_tensors
 from qeffect_lm.state import LogicalTensor, Role
 
 PARAMETERS = (Role.PARAM, Role.MASTER)
-OPTIMIZER = (Role.MOMENT, Role.COUNTER)
+OPTIMIZER = (Role.MOMENT, Role.COUNTER, Role.STATISTIC)
 GRAPHS = "graphs"  # the document of each rank's plan and graphs
 SCALES = (Role.SCALE, Role.AMAX_HISTORY, Role.AMAX_OPEN)
 
@@ -124,6 +124,8 @@ def restore(
     """
     same_layout = checkpoint.meta.get("layout") == layout
     items = target.logical_tensors()
+    if all(entry.role is not Role.STATISTIC for entry in checkpoint.manifest.tensors.values()):
+        items = [item for item in items if item.role is not Role.STATISTIC]  # a guard that was off begins now
     # One call: everything is checked before the first write, and written in this order.
     load_into(checkpoint, [i for roles in (PARAMETERS, OPTIMIZER, SCALES) for i in items if i.role in roles], comm=comm)
     _raise_first(_restore_versions(checkpoint, target.ledger), comm)

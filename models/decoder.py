@@ -89,20 +89,24 @@ class Decoder:
         """All parameters in global order (embedding, layers, final norm, head), or those of ``layers`` only."""
         h, qkv = self.hidden_size, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         std, out_std = self.init_std, self.init_std / math.sqrt(2 * self.num_layers)
+        d, query = self.head_dim, self.num_heads // self.num_kv_heads * self.head_dim
+        heads = tuple((self.num_kv_heads, *rows) for rows in ((0, query), (query, query + d), (query + d, query + 2 * d)))
+        gate_up = ((1, 0, self.ffn_size), (1, self.ffn_size, 2 * self.ffn_size))
+        whole = ((1, 0, h),)
         specs = []
         if layers is None:
-            specs.append(ParameterSpec("embedding.weight", (self.vocab_size, h), std, True, ("tp", None)))
+            specs.append(ParameterSpec("embedding.weight", (self.vocab_size, h), std, True, ("tp", None), embedding=True))
         for i in range(self.num_layers) if layers is None else layers:
             at = f"layers.{i}"
             specs += [
                 ParameterSpec(f"{at}.attention_norm.weight", (h,), None, False, (None,)),
-                ParameterSpec(f"{at}.attention.qkv.weight", (qkv, h), std, True, ("tp", None)),
+                ParameterSpec(f"{at}.attention.qkv.weight", (qkv, h), std, True, ("tp", None), matrices=heads),
                 ParameterSpec(
-                    f"{at}.attention.out.weight", (h, self.num_heads * self.head_dim), out_std, True, (None, "tp")
+                    f"{at}.attention.out.weight", (h, self.num_heads * d), out_std, True, (None, "tp"), matrices=whole
                 ),
                 ParameterSpec(f"{at}.mlp_norm.weight", (h,), None, False, (None,)),
-                ParameterSpec(f"{at}.mlp.gate_up.weight", (2 * self.ffn_size, h), std, True, ("tp", None)),
-                ParameterSpec(f"{at}.mlp.down.weight", (h, self.ffn_size), out_std, True, (None, "tp")),
+                ParameterSpec(f"{at}.mlp.gate_up.weight", (2 * self.ffn_size, h), std, True, ("tp", None), matrices=gate_up),
+                ParameterSpec(f"{at}.mlp.down.weight", (h, self.ffn_size), out_std, True, (None, "tp"), matrices=whole),
             ]
         if layers is None:
             specs.append(ParameterSpec("final_norm.weight", (h,), None, False, (None,)))

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qeffect_lm.layers.base import Layer
 from qeffect_lm.layers.context import LayerContext, Phase
+from qeffect_lm.optim.muon import RowBlock
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class ParameterSpec:
     init_std: float | None  # None: ones
     decay: bool
     axes: tuple[str | None, ...]
+    embedding: bool = False  # a table of rows, of which a step uses a few
+    matrices: tuple[RowBlock, ...] = ()  # of a hidden layer: its logical matrices, for optimizers of matrices
 
 
 class ModelSpec(Protocol):

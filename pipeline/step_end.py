@@ -15,9 +15,10 @@ from pipeline.p2p import gather_rows
 from pipeline.sharded import ShardExchange
 from qeffect_lm.contract.timeline import Direction, ScaleTimeline
 from qeffect_lm.fp8.cache import WeightCache
-from qeffect_lm.optim.adamw import AdamW
+from qeffect_lm.optim.base import Optimizer
 from qeffect_lm.optim.flat import FlatBuffers
 from qeffect_lm.optim.norm import BlockOrder, BlockSums, TotalNorm
+from qeffect_lm.optim.spikes import NOT_FINITE, SpikeGate
 from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.parallel.peers import naming
 
@@ -30,13 +31,15 @@ class StepResult:
         loss: mean over the step's valid tokens, in nats.
         grad_norm: global L2 norm before clipping.
         lr: learning rate of the step.
-        skipped: nothing was updated, since a gradient, an amax or the loss was not finite.
+        skipped: nothing was updated, since a gradient, an amax or the loss was not finite, or since loss or norm spiked.
+        reason: why (int64), as :func:`~qeffect_lm.optim.spikes.reason_text` says it; 0 where nothing was skipped.
     """
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
     lr: torch.Tensor
     skipped: torch.Tensor
+    reason: torch.Tensor
 
 
 class StepEnd:
@@ -47,15 +50,17 @@ class StepEnd:
         *,
         mesh: Mesh,
         flat: FlatBuffers,
-        optimizer: AdamW,
+        optimizer: Optimizer,
         timeline: ScaleTimeline,
         cache: WeightCache,
         order: BlockOrder,
         microbatches: int,
+        gate: SpikeGate | None = None,
     ) -> None:
         device = flat.device
         self._mesh, self._flat, self._optimizer = mesh, flat, optimizer
         self._timeline, self._cache = timeline, cache
+        self.gate = gate
         self._exchange = None if flat.buckets is None else ShardExchange(flat, mesh)
         self._sums = BlockSums(flat, order, mesh.coord("pp"))
         self._norm = TotalNorm(order, device)
@@ -68,7 +73,8 @@ class StepEnd:
         self._row = torch.zeros(blocks + 2, dtype=wide, device=device)
         self._stage_row = torch.zeros_like(self._row)  # with sharded gradients: block sums of all replicas
         self._rows = torch.zeros(mesh.size("pp"), blocks + 2, dtype=wide, device=device)
-        self.finite = torch.ones((), dtype=torch.bool, device=device)
+        self.apply = torch.ones((), dtype=torch.bool, device=device)
+        self.reason = torch.zeros((), dtype=torch.int64, device=device)
         self.skip = torch.zeros((), dtype=torch.bool, device=device)
         self.never_skip = torch.zeros((), dtype=torch.bool, device=device)
         self.loss = torch.zeros((), dtype=wide, device=device)
@@ -137,14 +143,19 @@ class StepEnd:
         self._row[-1].copy_(total[0])
 
     def optimizer_step_(self) -> None:
-        """Vote, norm, clip, AdamW, and the cast of the compute-dtype parameters. Equal rows give equal decisions."""
+        """Vote, norm, clip, update, and the cast of the compute-dtype parameters. Equal rows give equal decisions."""
         self._norm.gathered.copy_(self._rows[:, :-2])
         norm = self._norm.reduce_()
         self.loss.copy_(self._rows[:, -1].sum())
         bad = self._rows[:, -2].sum()
-        self.finite.copy_(torch.isfinite(norm) & torch.isfinite(self.loss) & (bad == 0))
-        self.skip.copy_(~self.finite)
-        self._optimizer.step_(norm, self.finite)
+        finite = torch.isfinite(norm) & torch.isfinite(self.loss) & (bad == 0)
+        self.apply.copy_(finite)
+        torch.mul(~finite, NOT_FINITE, out=self.reason)
+        if self.gate is not None:
+            self.apply.copy_(self.gate.check_(self.loss, norm, finite))
+            self.reason.add_(self.gate.reason)
+        self.skip.copy_(~self.apply)
+        self._optimizer.step_(norm, self.apply)
 
     def veto_(self) -> None:
         """Have :meth:`optimizer_step_` skip, until the next gather: a rehearsal must not move weights."""
@@ -163,4 +174,4 @@ class StepEnd:
         self._cache.refresh_()
 
     def result(self) -> StepResult:
-        return StepResult(self.loss, self._norm.norm, self._optimizer.lr, self.skip)
+        return StepResult(self.loss, self._norm.norm, self._optimizer.lr, self.skip, self.reason)

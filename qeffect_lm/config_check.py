@@ -28,6 +28,7 @@ CHUNKS: dict[str, tuple[int, ...]] = {
     "dualpipev": (2,),
     "auto": (1, 2),
 }
+LEAST_DECAY = 2**-8  # a bfloat16 less this part of it always rounds to a smaller one
 OWN_LAG = ("zb-h1", "zb-h2", "zb-v", "dualpipev", "auto")
 
 
@@ -39,6 +40,7 @@ def cross_check(config: Config) -> list[str]:
         *_check_backend(config),
         *_check_pipeline(config),
         *_check_optim(config),
+        *_check_moments(config),
         *_check_train(config),
     ]
 
@@ -222,6 +224,27 @@ def _check_optim(config: Config) -> Iterator[str]:
             f"optim.warmup_steps {optim.warmup_steps} + optim.wsd_decay_steps {optim.wsd_decay_steps} exceed "
             f"train.steps {steps}"
         )
+
+
+def _check_moments(config: Config) -> Iterator[str]:
+    """What the optimizer's backend and narrow moments take."""
+    optim = config.optim
+    if optim.backend in ("te", "apex"):
+        if config.run.device == "cpu":
+            yield f"optim.backend {optim.backend} needs a GPU, run.device is cpu: set run.device=cuda, or optim.backend=native"
+        if config.precision.dtype == "float64":
+            yield f"optim.backend {optim.backend} takes float32 masters, not float64: set optim.backend=native"
+    if optim.moments == "float32":
+        return
+    if optim.backend in ("apex", "torch"):
+        yield f"optim.backend {optim.backend} keeps float32 moments: set optim.moments=float32, or optim.backend=native or te"
+    for key in ("beta1", "beta2"):
+        beta = getattr(optim, key)
+        if 1 - beta < LEAST_DECAY:
+            yield (
+                f"optim.{key} {beta} with optim.moments bfloat16: a moment would not decay, since {beta} times a bfloat16 can "
+                f"round back to it; set it to {1 - LEAST_DECAY} or less, or optim.moments=float32"
+            )
 
 
 def _check_train(config: Config) -> Iterator[str]:

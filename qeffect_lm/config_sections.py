@@ -314,8 +314,24 @@ class DataConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW and the learning-rate schedule"""
+    """the optimizer, its guards and the learning-rate schedule"""
 
+    name: Literal["adamw", "muon"] = _key(
+        "adamw",
+        "adamw: for all parameters. muon: Muon for the decoder layers' matrices, AdamW for embedding, head and norms.",
+        on_resume="refuse",
+    )
+    backend: Literal["native", "te", "apex", "torch"] = _key(
+        "native",
+        "Who runs AdamW. native: the framework. te, apex: the FusedAdam of Transformer Engine or NVIDIA's apex, on a GPU. "
+        "torch: torch's fused AdamW. The state is the same (docs/optimizer.md).",
+        on_resume="warn",
+    )
+    moments: Literal["float32", "bfloat16"] = _key(
+        "float32",
+        "Type of the saved moments. float32: the master weights' type. bfloat16: half the memory, rounded to nearest even.",
+        on_resume="refuse",
+    )
     lr: float = _key(1e-3, "Peak learning rate.", on_resume="warn", unit="per optimizer step", gt=0)
     min_lr_ratio: float = _key(
         0.1, "Learning rate at the end, as a fraction of the peak.", on_resume="warn", ge=0, le=1
@@ -334,8 +350,14 @@ class OptimConfig(Section):
     beta2: float = _key(0.95, "AdamW: decay of the second moment.", on_resume="warn", ge=0, lt=1)
     eps: float = _key(1e-8, "AdamW: added to the root of the second moment.", on_resume="warn", gt=0)
     weight_decay: float = _key(
-        0.1, "AdamW: decoupled weight decay, of matrices only.", on_resume="warn", unit="per lr", ge=0
+        0.1, "Decoupled weight decay, of matrices and the embedding.", on_resume="warn", unit="per lr", ge=0
     )
+    decay_embedding: bool = _key(
+        True,
+        "Whether weight decay applies to the embedding; to norms and biases it never does, to matrices always.",
+        on_resume="warn",
+    )
+    muon_momentum: float = _key(0.95, "Muon: decay of the momentum.", on_resume="warn", ge=0, lt=1)
     clip_norm: float | None = _key(
         1.0, "Largest global gradient norm; null: no clipping.", on_resume="warn", unit="L2 norm", gt=0
     )
@@ -349,6 +371,17 @@ class OptimConfig(Section):
         "skip",
         "What an infinite or NaN gradient does: skip that step on all ranks, or end.",
         on_resume="warn",
+    )
+    skip_sigma: float | None = _key(
+        None,
+        "Skip a step whose loss or gradient norm lies this many standard deviations above its running mean (of logarithms); "
+        "null: never. 6 is a fair start.",
+        on_resume="warn",
+        unit="standard deviations",
+        gt=0,
+    )
+    skip_warmup: int = _key(
+        100, "Steps that skip_sigma only watches, at first.", on_resume="warn", unit="optimizer steps", ge=2
     )
 
 

@@ -28,6 +28,7 @@ from pipeline.prove import prove_rank
 from pipeline.stage import BorderShape, Stage
 from pipeline.step_end import StepEnd
 from qeffect_lm import __version__
+from qeffect_lm.app import optimizer as optimizers
 from qeffect_lm.config import Config
 from qeffect_lm.contract.grads import GradSlot, GradSlots
 from qeffect_lm.contract.ledger import Ledger, Mode
@@ -48,10 +49,10 @@ from qeffect_lm.layers import te
 from qeffect_lm.layers.attention import bind_attention
 from qeffect_lm.layers.base import direct_layers, named_parameters
 from qeffect_lm.layers.linear import SplitLinear, bind_products
-from qeffect_lm.optim.adamw import AdamW
+from qeffect_lm.optim.base import Optimizer
 from qeffect_lm.optim.flat import FlatBuffers, ParamSpec, Shard
-from qeffect_lm.optim.lr import Schedule
 from qeffect_lm.optim.norm import BlockOrder
+from qeffect_lm.optim.spikes import SpikeGate
 from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.runtime.init import initialise_
 from qeffect_lm.runtime.watchdog import CompletionWatchdog
@@ -71,19 +72,21 @@ class Assembly:
     engine: Engine
     evaluator: Evaluator
     flat: FlatBuffers
-    optimizer: AdamW
+    optimizer: Optimizer
     timeline: ScaleTimeline
     cache: WeightCache
     ledger: Ledger
     register: HiddenStateRegister
     transport: Transport | None
     trace: TraceWriter | None
+    gate: SpikeGate | None
 
     def logical_tensors(self) -> list[LogicalTensor]:
         """Everything a checkpoint saves of this rank, except generators."""
         return [
             *self.flat.logical_tensors(),
             *self.optimizer.logical_tensors(),
+            *([] if self.gate is None else self.gate.logical_tensors()),
             *self.timeline.logical_tensors(),
             *self.cache.logical_tensors(),
         ]
@@ -257,7 +260,7 @@ def assemble(
     chunks = {i: model.chunk(i, counts) for i in plan.placement.chunks(mesh.coord("pp"))}
     specs = {spec.name: spec for spec in model.parameters()}
 
-    flat = _flat_storages(chunks, specs, dtype, device, shard_of(config, mesh))
+    flat = _flat_storages(config, chunks, specs, dtype, device, shard_of(config, mesh))
     for chunk in chunks.values():
         _bind_parameters(chunk, flat)
     _initialise(flat, specs, config.run.seed)
@@ -286,7 +289,7 @@ def assemble(
         mode=Mode(config.contract.mode),
         trace=trace,
     )
-    optimizer = _optimizer(config, flat)
+    optimizer, gate = optimizers.make(config, flat, specs), optimizers.gate_of(config, device)
     order = _block_order(model, plan, counts, flat, mesh)
     end = StepEnd(
         mesh=mesh,
@@ -296,6 +299,7 @@ def assemble(
         cache=cache,
         order=order,
         microbatches=plan.microbatches,
+        gate=gate,
     )
     divisor = torch.ones((), dtype=torch.float64 if dtype is torch.float64 else torch.float32, device=device)
     stages = _stages(config, plan, mesh, chunks, flat, divisor, dtype)
@@ -329,11 +333,12 @@ def assemble(
         register.add(f"transformer_engine/{name}", tensor, owner="transformer_engine", rule=Rule.SCRATCH)
     evaluator = Evaluator(engine)
     return Assembly(
-        config, mesh, model, plan, engine, evaluator, flat, optimizer, timeline, cache, ledger, register, transport, trace
+        config, mesh, model, plan, engine, evaluator, flat, optimizer, timeline, cache, ledger, register, transport, trace, gate
     )
 
 
 def _flat_storages(
+    config: Config,
     chunks: Mapping[int, torch.nn.Module],
     specs: dict[str, ParameterSpec],
     dtype: torch.dtype,
@@ -351,8 +356,12 @@ def _flat_storages(
                 )
             spec = specs[name]
             axes = tuple(None for _ in spec.shape)  # what the mesh cuts here; spec.axes says what it may cut
-            params.append(ParamSpec(name, spec.shape, spec.decay, axes, trainable=parameter.requires_grad))
-    return FlatBuffers(params, master_dtype=wide, param_dtype=dtype, grad_dtype=wide, device=device, shard=shard)
+            decay = optimizers.decays(config, spec)
+            params.append(ParamSpec(name, spec.shape, decay, axes, trainable=parameter.requires_grad))
+    low = optimizers.moment_dtype(config)
+    return FlatBuffers(
+        params, master_dtype=wide, param_dtype=dtype, grad_dtype=wide, moment_dtype=low, device=device, shard=shard
+    )
 
 
 def shard_of(config: Config, mesh: Mesh) -> Shard | None:
@@ -421,26 +430,6 @@ def _trace_writer(config: Config, mesh: Mesh) -> TraceWriter | None:
     return TraceWriter(path, {"rank": mesh.rank, "world": mesh.world, "qeffect_lm": __version__})
 
 
-def _optimizer(config: Config, flat: FlatBuffers) -> AdamW:
-    optim = config.optim
-    schedule = Schedule(
-        kind=optim.schedule,
-        lr=optim.lr,
-        total_steps=config.train.steps,
-        warmup_steps=optim.warmup_steps,
-        min_lr_ratio=optim.min_lr_ratio,
-        wsd_decay_steps=optim.wsd_decay_steps,
-    )
-    return AdamW(
-        flat,
-        betas=(optim.beta1, optim.beta2),
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        clip_norm=optim.clip_norm,
-        schedule=schedule,
-    )
-
-
 def _block_order(model: Decoder, plan: Plan, counts: list[int], flat: FlatBuffers, mesh: Mesh) -> BlockOrder:
     """Every rank's trainable parameters in the model's order; which rank holds what follows from the plan."""
     names_of_rank: list[list[str]] = []
@@ -492,7 +481,7 @@ def _register(
     flat: FlatBuffers,
     timeline: ScaleTimeline,
     cache: WeightCache,
-    optimizer: AdamW,
+    optimizer: Optimizer,
     end: StepEnd,
     stages: dict[int, Stage],
     inputs: StepBuffers,

@@ -52,6 +52,13 @@ HIDDEN_STATE: tuple[HiddenState, ...] = (
         "device tensors",
         "follow from the step",
     ),
+    HiddenState(
+        "running statistics of loss and norm",
+        "step_end",
+        "optimizer step",
+        "device tensors, written in place",
+        "saved; begun anew where the checkpoint has none",
+    ),
     HiddenState("loss divisor", "engine", "step", "device tensor, written before F", "not saved: data"),
     HiddenState(
         "microbatch inputs, keys, targets",

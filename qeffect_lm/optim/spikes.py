@@ -88,4 +88,4 @@ class SpikeGate:
         """The saved statistics, equal on every rank."""
         parts = (("count", self.count), ("mean", self.mean), ("variance", self.variance))
         replicated = ("dp", "pp", "tp", "ep")
-        return [LogicalTensor.whole(f"spikes/{name}", t, Role.COUNTER, replicated=replicated) for name, t in parts]
+        return [LogicalTensor.whole(f"spikes/{name}", t, Role.STATISTIC, replicated=replicated) for name, t in parts]

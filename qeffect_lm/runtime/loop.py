@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from qeffect_lm.config import Config, TrainConfig
 from qeffect_lm.errors import QEffectError
+from qeffect_lm.optim.spikes import NOT_FINITE, reason_text
 from qeffect_lm.runtime.metrics import StepMetrics, Value
 
 
@@ -30,6 +31,8 @@ class Result(Protocol):
     def lr(self) -> Any: ...
     @property
     def skipped(self) -> Any: ...
+    @property
+    def reason(self) -> Any: ...
 
 
 @dataclass
@@ -89,7 +92,10 @@ def train(config: Config, parts: Parts, start: int, tokens: int) -> Outcome:
         loss, skipped = float(result.loss), bool(result.skipped)  # the step's one host synchronisation
         seconds = time.monotonic() - began
         extra = measured() if measured is not None else {}
-        if skipped and config.optim.nonfinite == "raise":
+        reason = int(result.reason) if skipped else 0
+        if skipped:
+            extra = {**extra, "skip_reason": reason_text(reason)}
+        if reason & NOT_FINITE and config.optim.nonfinite == "raise":
             raise NonFiniteError(
                 f"step {step}: a gradient, an amax or the loss is not finite (loss {loss}, norm {float(result.grad_norm)}); "
                 "nothing was updated. optim.nonfinite: skip goes on without such steps"
