@@ -12,12 +12,16 @@ from models.spec import ParameterSpec
 from pipeline.plan import Plan
 from pipeline.simulate import simulate
 from pipeline.timeline_text import render
-from qeffect_lm.app.assemble import DTYPES, check_supported, make_plan, make_recipe
+from qeffect_lm.app import optimizer as optimizers
+from qeffect_lm.app.assemble import DTYPES, check_supported, make_plan, make_recipe, shard_of
 from qeffect_lm.app.auto_plan import decide, explain, needs_profile
 from qeffect_lm.app.profile import made_up_batch, profile
 from qeffect_lm.app.sources import check_tokenizer
 from qeffect_lm.config import Config
 from qeffect_lm.layers.base import named_parameters
+from qeffect_lm.optim.buckets import BucketPlan
+from qeffect_lm.optim.flat import ParamSpec, Shard, layout, plan_of
+from qeffect_lm.parallel.mesh import Mesh
 
 MIB = 1024 * 1024
 
@@ -44,6 +48,7 @@ def describe(config: Config) -> str:
         render(plan, width=98),
         "",
         memory_table(config, plan, specs, counts),
+        *bucket_tables(config, plan, specs, counts),
     ]
     return "\n".join([*parts, *_missing(config)])
 
@@ -91,20 +96,64 @@ def memory_table(config: Config, plan: Plan, specs: dict[str, ParameterSpec], co
     return "\n".join(lines)
 
 
+def bucket_tables(config: Config, plan: Plan, specs: dict[str, ParameterSpec], counts: list[int]) -> list[str]:
+    """With shared optimizer state, per pipeline rank the table of buckets and of who owns what (docs/data-parallel.md)."""
+    shard = shard_of(config, Mesh({"dp": config.parallel.dp}))
+    if shard is None:
+        return []
+    tables = []
+    for rank in range(plan.num_ranks):
+        buckets = _buckets(config, plan, rank, specs, counts, shard)
+        title = f"buckets of pipeline rank {rank}, in elements of the flat buffers; dp i from: the first that replica i owns"
+        tables += ["", f"{title}:", buckets.table(_wide(config))]
+    return tables
+
+
+def _wide(config: Config) -> int:
+    """Bytes of an element of masters and main gradients."""
+    return 8 if DTYPES[config.precision.dtype] is torch.float64 else 4
+
+
+def _moment(config: Config) -> int:
+    """Bytes of an element of a moment."""
+    dtype = optimizers.moment_dtype(config)
+    return _wide(config) if dtype is None else dtype.itemsize
+
+
+def _buckets(
+    config: Config, plan: Plan, rank: int, specs: dict[str, ParameterSpec], counts: list[int], shard: Shard
+) -> BucketPlan:
+    dtype = DTYPES[config.precision.dtype]
+    model = build_model(config, make_recipe(config), dtype)
+    chunks = [model.meta_chunk(chunk, counts) for chunk in plan.placement.chunks(rank)]
+    held = [(name, parameter.requires_grad) for chunk in chunks for name, parameter in named_parameters(chunk)]
+    params = [
+        ParamSpec(name, specs[name].shape, optimizers.decays(config, specs[name]), trainable=trainable)
+        for name, trainable in held
+    ]
+    itemsizes = (_wide(config), dtype.itemsize, _moment(config))
+    return plan_of(*layout(params, itemsizes), shard, _wide(config))
+
+
 def memory_of(config: Config, plan: Plan, rank: int, specs: dict[str, ParameterSpec], counts: list[int]) -> dict[str, int]:
     """Bytes of one pipeline rank by category."""
     dtype = DTYPES[config.precision.dtype]
-    wide = 8 if dtype is torch.float64 else 4
+    wide = _wide(config)
     model = build_model(config, make_recipe(config), dtype)
     names = [name for chunk in plan.placement.chunks(rank) for name, _ in named_parameters(model.meta_chunk(chunk, counts))]
     size = sum(prod(specs[name].shape) for name in names)
     fp8 = config.precision.fp8.recipe != "none"
     cached = sum(prod(specs[n].shape) for n in names if fp8 and len(specs[n].shape) == 2 and n.startswith("layers."))
     separate = dtype.itemsize != wide
+    owned = size  # of masters and moments, by the replica that owns most
+    shard = shard_of(config, Mesh({"dp": config.parallel.dp}))
+    if shard is not None:
+        buckets = _buckets(config, plan, rank, specs, counts, shard)
+        owned = max(buckets.owned(replica) for replica in range(shard.ranks))
     return {
-        "parameters": size * (wide + (dtype.itemsize if separate else 0)),
+        "parameters": owned * wide + size * dtype.itemsize if separate else size * wide,
         "gradients": size * wide,
-        "optimizer": 2 * size * wide,
+        "optimizer": 2 * owned * _moment(config),
         "caches": 2 * cached,
         "activations": _activations(config, plan, rank, counts),
     }

@@ -119,8 +119,8 @@ class FlatBuffers:
     ) -> None:
         self.device = torch.device(device)
         moment_dtype = master_dtype if moment_dtype is None else moment_dtype
-        align = ALIGNMENT_BYTES // min(dtype.itemsize for dtype in (master_dtype, param_dtype, grad_dtype, moment_dtype))
-        self.entries, bounds = layout(specs, align)
+        dtypes = (master_dtype, param_dtype, grad_dtype, moment_dtype)
+        self.entries, bounds = layout(specs, [dtype.itemsize for dtype in dtypes])
         self.decay_range = slice(bounds[0], bounds[1])
         self.no_decay_range = slice(bounds[1], bounds[2])
         self.frozen_range = slice(bounds[2], bounds[3])
@@ -332,11 +332,13 @@ class FlatBuffers:
         )
 
 
-def layout(specs: Sequence[ParamSpec], align: int) -> tuple[dict[str, Entry], list[int]]:
-    """Where each parameter lies, and the bounds ``[0, decay, no decay, frozen]`` of the segments, in elements.
+def layout(specs: Sequence[ParamSpec], itemsizes: Sequence[int]) -> tuple[dict[str, Entry], list[int]]:
+    """Where each parameter lies, and the bounds ``[0, decay, no decay, frozen]`` of the segments, in elements; ``itemsizes``
+    are those of all buffers.
 
     Raises ValueError as :class:`FlatBuffers`.
     """
+    align = ALIGNMENT_BYTES // min(itemsizes)
     entries: dict[str, Entry] = {}
     bounds = [0]
     segments = (("decay", True, True), ("no_decay", False, True), ("frozen", None, False))

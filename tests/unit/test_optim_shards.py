@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from qeffect_lm.errors import UsageError
 from qeffect_lm.optim.adamw import AdamW
 from qeffect_lm.optim.flat import FlatBuffers, ParamSpec, Shard
 from qeffect_lm.optim.lr import Schedule
+from qeffect_lm.optim.muon import Muon
 from qeffect_lm.optim.norm import BLOCK, BlockOrder, BlockSums
 
 SPECS = [
@@ -133,5 +135,7 @@ def test_sharded_state_has_no_whole_view() -> None:
     for call in (flat.master, flat.moment1, flat.moment2):
         with pytest.raises(ValueError, match=r"'odd' (is|are) sharded over the replicas \(optim.zero=1\)"):
             call("odd")
+    with pytest.raises(UsageError, match="needs whole matrices.*optim.zero=0"):
+        Muon(flat, {}, momentum=0.9)
     assert replicas(2, *DTYPES[0])[0].master("odd").shape == (3, 30_001), "of the parameters' dtype it is the parameter"
     assert flat.buckets.table() and BLOCK == 65_536

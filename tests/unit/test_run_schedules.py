@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from checkpoint import compare, step_name
+from qeffect_lm.app.assemble import assemble
 from qeffect_lm.app.dry_run import describe
 from qeffect_lm.app.generate import Generator, Sampling, load_for_inference
+from qeffect_lm.parallel.mesh import Mesh
 from tests.runs import CONFIG, checkpoint_of, metrics_of, run_here, write_config
 from tests.tiny import config
 
@@ -63,3 +65,18 @@ def test_dry_run(schedule):
         assert "decoder layers per chunk [1, 1, 1, 1]" in text and f"{schedule}: 4 chunks on 2 ranks" in text
     table = text[text.index("memory per pipeline rank") :].splitlines()
     assert [line.split()[0] for line in table[2:4]] == ["0", "1"] and all(float(line.split()[-1]) > 0 for line in table[2:4])
+
+
+def test_dry_run_shows_who_owns_what():
+    """With shared optimizer state: the buckets of the run itself, and the memory of the replica that owns most."""
+    shared = {"parallel__dp": 2, "optim__zero": 1, "parallel__bucket_mib": 0.02, "precision__dtype": "bfloat16"}
+    settings = config(**shared)
+    text = describe(settings)
+    assembly = assemble(settings, Mesh({"dp": 2}, 0))
+    assert assembly.flat.buckets.table() in text and "buckets of pipeline rank 0" in text
+    assert "buckets of" not in describe(config(parallel__dp=2))
+
+    def optimizer(page: str) -> float:
+        return float(page[page.index("memory per pipeline rank") :].splitlines()[2].split()[3])
+
+    assert optimizer(text) < 0.7 * optimizer(describe(config(precision__dtype="bfloat16")))
