@@ -59,10 +59,10 @@ class StepBuffers:
             UsageError: microbatches of another number or shape than the buffers'.
         """
         for name in ("inputs", "targets", "loss_mask"):  # a copy would spread a smaller one over all of its buffer
-            given = list(getattr(batch, name).shape)
-            if given != list(self.shape):
+            found = list(getattr(batch, name).shape)
+            if found != list(self.shape):
                 raise UsageError(
-                    f"a step of {given} {'tokens' if name == 'inputs' else name} (microbatches, sequences, length), the plan "
+                    f"a step of {found} {'tokens' if name == 'inputs' else name} (microbatches, sequences, length), the plan "
                     f"and its buffers are made for {list(self.shape)}"
                 )
         keys = [host_key(self._seed, step, microbatch, self._dp_rank) for microbatch in range(self.shape[0])]

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -47,6 +47,14 @@ class _Reader:
     contributor: Hashable
     direction: Direction
     epoch: int
+
+
+class Begun(NamedTuple):
+    """What a step began with and may have moved when it fails: epochs, commits, and copies of tensors by name."""
+
+    epochs: dict[Direction, int]
+    commits: int
+    tensors: dict[str, torch.Tensor]
 
 
 class ScaleTimeline:
@@ -320,6 +328,20 @@ class ScaleTimeline:
             reported.clear()
         self._contributed.clear()
         self._window_open = False
+
+    def begun(self) -> Begun:
+        """At a step's start: what :meth:`begin_again` puts back. Before its optimizer, window ``step`` only fills slots."""
+        names = ["open_amax"] if self.window == "step" else ["open_amax", "scale", "history"]
+        return Begun(dict(self.epochs), self.commits, {name: getattr(self, name).clone() for name in names})
+
+    @torch.no_grad()
+    def begin_again(self, begun: Begun) -> None:
+        """A step failed: slots, scales, histories and epochs are again those that it began with."""
+        self.epochs.update(begun.epochs)
+        self.commits = begun.commits
+        for name, tensor in begun.tensors.items():
+            getattr(self, name).copy_(tensor)
+        self.spoilt.zero_()
 
     # ---- state -------------------------------------------------------------------------------------------------
 

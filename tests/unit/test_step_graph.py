@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 
+from pipeline.actions import Kind
 from pipeline.capture import capture_step
 from pipeline.effects import rank_program
 from pipeline.program import BEGIN, COMPLETE, END
@@ -17,27 +21,60 @@ from qeffect_lm.contract.errors import (
     StaleWeightError,
 )
 from qeffect_lm.contract.leases import Slot
+from qeffect_lm.contract.ledger import Scope
 from qeffect_lm.contract.timeline import Direction
-from qeffect_lm.graphs.host_replay import HostReplay
-from tests.tiny import assert_moved, batch, config, differing, local_plan, train
+from qeffect_lm.errors import QEffectError
+from qeffect_lm.graphs.host_replay import HostReplay, _Operation
+from tests import tiny
+from tests.fault_list import FAULTS
+from tests.faults import Injected, Place
+from tests.tiny import assert_moved, batch, config, differing, local_plan
 from tests.unit.effects_recorder import Recorder, words
 
 STEP = {"graphs__backend": "host_replay", "graphs__scope": "step"}
-FP8 = {"recipe": "delayed", "history": 3}
+FP8 = {"recipe": "delayed", "history": 2}
+MICROBATCHES = 3
+SMALL = {
+    "model__num_layers": 1,
+    "model__vocab_size": 32,
+    "data__seq_len": 8,
+    "model__dropout": 0.1,
+    "pipeline__microbatches": MICROBATCHES,
+}
 
 
 def settings(window: str = "step", **more):
-    return config(precision__fp8={**FP8, "window": window}, model__dropout=0.1, **more)
+    return config(**{**SMALL, "precision__fp8": {**FP8, "window": window}, **more})
 
 
-@pytest.mark.parametrize("optimizer", ["inside", "outside"])
-@pytest.mark.parametrize("window", ["step", "microbatch"])
-@pytest.mark.parametrize("chunks", [1, 3])
+def data(step: int):
+    return batch(step, MICROBATCHES, sequence=8, vocab=32)
+
+
+def train(chosen, steps, **more):
+    return tiny.train(chosen, steps, **{"batches": data, **more})
+
+
+long = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("chunks", "window", "optimizer"),
+    [
+        (1, "step", "inside"),
+        (2, "microbatch", "outside"),
+        pytest.param(1, "microbatch", "inside", marks=long),
+        pytest.param(1, "step", "outside", marks=long),
+        pytest.param(1, "microbatch", "outside", marks=long),
+        *(pytest.param(3, w, o, marks=long) for w in ("step", "microbatch") for o in ("inside", "outside")),
+    ],
+)
 def test_equals_eager(window, chunks, optimizer):
     """Promise 1 for whole steps: losses, norms, scales at every step, all state, and the ledger's counters."""
-    plan = local_plan(chunks, 4, window)
-    eager = train(settings(window), 5, plan=plan)
-    whole = train(settings(window, **STEP, graphs__optimizer=optimizer), 5, plan=plan)
+    plan = local_plan(chunks, MICROBATCHES, window)
+    more = {"model__num_layers": chunks}
+    eager = train(settings(window, **more), 4, plan=plan)
+    whole = train(settings(window, **STEP, graphs__optimizer=optimizer, **more), 4, plan=plan)
     assert_moved(eager)
     captured = whole.assembly.engine.captured
     assert captured is not None and captured.step is not None and not captured.actions
@@ -51,7 +88,7 @@ def test_equals_eager(window, chunks, optimizer):
 def test_replayed_steps_see_new_data_and_nothing_of_the_code():
     """Control: other data gives other bits; a flag that changes after the capture gives the same."""
     a = train(settings(**STEP), 3)
-    b = train(settings(**STEP), 3, batches=lambda step: batch(step + 100, 4))
+    b = train(settings(**STEP), 3, batches=lambda step: data(step + 100))
     assert differing(a.tensors, b.tensors) != []
     c = train(settings(**STEP), 3, between=lambda assembly, step: _switch_dropout_off(assembly))
     assert differing(a.tensors, c.tensors) == []
@@ -64,8 +101,15 @@ def _switch_dropout_off(assembly) -> None:
                 module.p = 0.0
 
 
-@pytest.mark.parametrize("window", ["step", "microbatch"])
-@pytest.mark.parametrize("optimizer", ["inside", "outside"])
+@pytest.mark.parametrize(
+    ("window", "optimizer"),
+    [
+        ("microbatch", "inside"),
+        ("step", "outside"),
+        pytest.param("step", "inside", marks=long),
+        pytest.param("microbatch", "outside", marks=long),
+    ],
+)
 def test_a_trace_tells_the_plans_program(window, optimizer, tmp_path):
     """Mode trace: the ledger hears every operation of the rank's program, in its order, as with graphs of actions."""
     told = settings(
@@ -73,7 +117,7 @@ def test_a_trace_tells_the_plans_program(window, optimizer, tmp_path):
     )
     run = train(told, 2)
     recorder = Recorder(run.assembly)
-    run.assembly.engine.step(2, batch(2, 4))
+    run.assembly.engine.step(2, data(2))
     program = rank_program(run.assembly.plan, 0)
     assert words(recorder.ops) == words(op for op in program if op.kind != COMPLETE)
     assert program[0].kind == BEGIN and program[-1].kind == END
@@ -85,9 +129,16 @@ def test_a_trace_tells_the_plans_program(window, optimizer, tmp_path):
 # ---- refusals ----------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def shared():
+    return train(settings(**STEP), 1).assembly
+
+
 @pytest.fixture
-def engine():
-    return train(settings(**STEP), 1).assembly.engine
+def engine(shared):
+    """One for all refusals, since each leaves it as it was; in the end it still trains."""
+    yield shared.engine
+    shared.engine.step(1, data(1))
 
 
 def refused(engine, error: type[ContractViolation], match: str) -> None:
@@ -96,14 +147,17 @@ def refused(engine, error: type[ContractViolation], match: str) -> None:
     runs = []
     inner, graph.replay = graph.replay, lambda: runs.append(1)
     with pytest.raises(error, match=match):
-        engine.step(1, batch(1, 4))
+        engine.step(1, data(1))
     assert runs == []
     graph.replay = inner
+    assert engine._broken is None
 
 
 def test_stale_cache(engine):
+    now = engine.ledger.versions.versions["layers.0.mlp.down.weight"]
     engine.ledger.versions.bump(["layers.0.mlp.down.weight"])
-    refused(engine, StaleWeightError, "the step's graph needs 'layers.0.mlp.down.weight' at version 2")
+    refused(engine, StaleWeightError, f"the step's graph needs 'layers.0.mlp.down.weight' at version {now + 1}")
+    engine.account_refresh()
 
 
 def test_a_microbatch_under_way(engine, monkeypatch):
@@ -138,7 +192,44 @@ def test_a_replaced_storage(engine):
     old, parameter.data = parameter.data, parameter.data.clone()
     refused(engine, CaptureError, "was replaced since the capture")
     parameter.data = old
-    engine.step(1, batch(1, 4))
+
+
+LAST = MICROBATCHES - 1
+UNSEEN = {  # nothing of the step itself trips over these: the fault, its settings, where, and what is said
+    "refresh": ("refresh skipped", "step", "inside", "needs 'layers.0.attention.qkv.weight' at version 2"),
+    "forward commit": ("commit F skipped", "microbatch", "outside", "ends at forward epoch 5, its plan's commits lead to 6"),
+    "backward commit": ("commit I skipped", "microbatch", "outside", "ends at backward epoch 5, its plan's commits lead to 6"),
+    "last W": ("drop W", "step", "outside", "a lease is retained: W did not run"),
+}
+
+
+@pytest.mark.parametrize("name", list(UNSEEN))
+def test_what_only_the_next_step_would_find_is_found_at_capture(name):
+    """Replays take the captured step for the plan's: a piece that did not run would be missing in each, and told as done."""
+    fault, window, optimizer, words = UNSEEN[name]
+    run = train(settings(window), 1)
+    engine = run.assembly.engine
+    with Injected(engine, FAULTS[fault], Place(-1, LAST)), pytest.raises(ContractViolation, match=words):
+        capture_step(engine, HostReplay(), run.assembly.register, optimizer=optimizer == "inside")
+    assert engine.captured is None
+    engine.step(1, data(1))
+    assert differing(run.tensors, train(settings(window), 2).tensors) == []
+
+
+def test_a_weight_gradient_that_a_layer_forgets_is_found_at_capture(monkeypatch):
+    """With the optimizer outside the count of writers is taken before it: each replay would tell the plan's."""
+    run = train(settings(), 1)
+    engine = run.assembly.engine
+    monkeypatch.setattr("qeffect_lm.contract.ledger.Scope.write_grad", _all_but_the_last(Scope.write_grad))
+    with pytest.raises(GradSlotError, match="with 2 of 3 contributions"):
+        capture_step(engine, HostReplay(), run.assembly.register, optimizer=False)
+
+
+def _all_but_the_last(write):
+    def some(scope, name):
+        return scope.beta if name.endswith("down.weight") and scope.microbatch == LAST else write(scope, name)
+
+    return some
 
 
 @pytest.mark.parametrize("fault", ["edge", "commit", "lease"])
@@ -156,11 +247,71 @@ def test_a_plan_that_breaks_the_contract_is_refused_while_it_is_captured(fault, 
         capture_step(engine, HostReplay(), run.assembly.register)
     monkeypatch.undo()
     assert engine.captured is None
-    engine.step(1, batch(1, 4))
+    engine.step(1, data(1))
     assert differing(run.tensors, train(settings(), 2).tensors) == []
 
 
-def test_captured_again_gives_the_same_graph(engine):
+# ---- a step that fails -------------------------------------------------------------------------------------
+
+
+def failing(engine, place: float) -> Callable[[], None]:
+    """Have the step's graph raise after this part of its operations; call what is returned to mend it."""
+    graph = engine.captured.step.graph
+    whole = graph._operations
+
+    def lost() -> None:
+        raise RuntimeError("the device is lost")
+
+    cut = int(place * len(whole))
+    graph._operations = [*whole[:cut], _Operation(lost, (), {}, ()), *whole[cut:]]
+
+    def mend() -> None:
+        graph._operations = whole
+
+    return mend
+
+
+@pytest.mark.parametrize(("place", "mode"), [(0.0, "enforce"), (1.0, "off")])
+def test_a_graph_with_the_optimizer_that_fails_is_the_last(place, mode):
+    """How far it came nobody knows: the optimizer may have run, so the engine takes no other step."""
+    engine = train(settings(**STEP, contract__mode=mode), 1).assembly.engine
+    mend = failing(engine, place)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        engine.step(1, data(1))
+    mend()
+    with pytest.raises(QEffectError, match="step 1 failed while the optimizer ran.*restart from the last checkpoint"):
+        engine.step(1, data(1))
+
+
+@pytest.mark.parametrize("window", ["step", "microbatch"])
+@pytest.mark.parametrize("scope", ["eager", "step"])
+def test_a_step_that_fails_before_the_optimizer_leaves_nothing(window, scope):
+    """Window ``microbatch`` has rolled scales by then: they are put back, and the step can be run again."""
+    graphs = {**STEP, "graphs__optimizer": "outside"} if scope == "step" else {}
+    run = train(settings(window, **graphs), 2)
+    engine = run.assembly.engine
+    before, told = run.tensors, run.assembly.ledger.state()
+    if scope == "step":
+        mend = failing(engine, 0.8)
+    else:
+        mend = partial(engine._handlers.update, dict(engine._handlers))
+
+        def lost(action, run=engine._handlers[Kind.W]):
+            if action.microbatch == LAST:
+                raise RuntimeError("the device is lost")
+            run(action)
+
+        engine._handlers[Kind.W] = lost
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        engine.step(2, data(2))
+    mend()
+    assert differing(run.tensors, before) == [] and run.assembly.ledger.state() == told
+    engine.step(2, data(2))
+    sound = train(settings(window), 3)
+    assert differing(run.tensors, sound.tensors) == [] and sound.assembly.ledger.state() == run.assembly.ledger.state()
+
+
+def test_captured_again_gives_the_same_graph():
     """The older graph is given up, the fingerprint is equal, and training goes on with the same bits."""
     run = train(settings(**STEP), 1)
     before = run.assembly.graph_fingerprint()
@@ -168,7 +319,7 @@ def test_captured_again_gives_the_same_graph(engine):
     run.assembly.capture()
     assert run.assembly.graph_fingerprint() == before and run.assembly.engine.captured is not old
     assert old.step.graph.pool_bytes == 0
-    run.assembly.engine.step(1, batch(1, 4))
+    run.assembly.engine.step(1, data(1))
     assert differing(run.tensors, train(settings(**STEP), 2).tensors) == []
     other = train(settings(**STEP, graphs__optimizer="outside"), 1)
     assert other.assembly.graph_fingerprint() != before
