@@ -31,7 +31,7 @@ def _train(rank: int, world: int, settings: dict, sizes: dict, steps: int):
     mesh.create_groups()
 
     def data(step: int):
-        whole = batch(step, size=2 * mesh.size("dp"))
+        whole = batch(step, settings.get("pipeline__microbatches", 4), 2 * mesh.size("dp"))
         if mesh.size("dp") == 1:
             return whole
         rows = slice(2 * mesh.coord("dp"), 2 * mesh.coord("dp") + 2)

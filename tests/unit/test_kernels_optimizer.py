@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qeffect_lm.optim.adamw import AdamW
-from qeffect_lm.optim.flat import FlatBuffers, ParamSpec
+from qeffect_lm.optim.flat import FlatBuffers, ParamSpec, Shard
 from qeffect_lm.optim.lr import Schedule
 from qeffect_lm.optim.norm import BLOCK, BlockOrder, BlockSums
 from tests.unit.interpreted import DEVICE, kernels_run, reference  # noqa: F401
@@ -69,8 +69,10 @@ def test_a_skipped_step_changes_no_byte(poison):
     assert int(fused.step) == 1 and bool(fused.skipped)
 
 
-def sums_of(values: dict[str, torch.Tensor], order: list[str]) -> tuple[FlatBuffers, torch.Tensor]:
-    flat = FlatBuffers([ParamSpec(name, values[name].shape, True) for name in order], device=DEVICE)
+def sums_of(
+    values: dict[str, torch.Tensor], order: list[str], shard: Shard | None = None
+) -> tuple[FlatBuffers, torch.Tensor]:
+    flat = FlatBuffers([ParamSpec(name, values[name].shape, True) for name in order], device=DEVICE, shard=shard)
     for name, value in values.items():
         flat.grad(name).copy_(value)
     sums = BlockSums(flat, BlockOrder([(name, values[name].numel()) for name in sorted(values)], [list(values)]), 0)
@@ -90,6 +92,14 @@ def test_block_sums_are_exact_sums_and_the_same_wherever_a_parameter_lies():
     blocks = [values["x"][:BLOCK], values["x"][BLOCK:], values["y"], values["z"]]
     exact = [math.fsum(float(v) ** 2 for v in block) for block in blocks]
     assert forward.tolist() == pytest.approx(exact, rel=BLOCK / 2048 * 2**-52 + 16 * 2**-52)
+
+
+def test_replicas_sum_the_blocks_that_they_own():
+    """The sums of two shards add up to those of the whole, bit for bit: each block comes from one of them."""
+    values = {"x": torch.full((2 * BLOCK + 77,), 0.3), "y": torch.full((5,), 0.7)}
+    _, whole = sums_of(values, ["y", "x"])
+    parts = [sums_of(values, ["y", "x"], Shard(2, rank, 1 << 20))[1] for rank in range(2)]
+    assert torch.equal(parts[0] + parts[1], whole) and all(0 < int((part != 0).sum()) < 4 for part in parts)
 
 
 def test_block_sums_show_what_is_not_finite():
