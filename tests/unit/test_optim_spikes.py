@@ -60,6 +60,13 @@ def test_a_spike_in_either_series_is_refused_with_its_reason(loss: float, norm: 
     assert gate.check_(wide(1.0), wide(0.1), YES), "what falls is no spike"
 
 
+def test_a_huge_outlier_does_not_widen_the_limit() -> None:
+    """It is entered at the limit: right after it, a spike of half as much again is refused all the same."""
+    gate = gate_after(40)
+    assert not gate.check_(wide(4e6), wide(0.7e6), YES)
+    assert not gate.check_(wide(6.0), wide(0.7), YES) and not gate.check_(wide(4.0), wide(1.2), YES)
+
+
 def test_nothing_is_refused_before_the_warm_up_ends() -> None:
     for steps, passes in ((9, True), (10, False)):
         gate = gate_after(steps)
@@ -101,8 +108,11 @@ def test_what_is_not_finite_leaves_every_byte(bad: float) -> None:
 
 
 def test_zero_is_no_accident() -> None:
-    gate = gate_after(40)
-    assert gate.check_(wide(0.0), wide(0.0), YES) and torch.isfinite(gate.mean).all() and torch.isfinite(gate.variance).all()
+    """Neither while it only watches nor after."""
+    for steps in (1, 40):
+        gate = gate_after(steps)
+        assert gate.check_(wide(0.0), wide(0.0), YES)
+        assert torch.isfinite(gate.mean).all() and torch.isfinite(gate.variance).all()
 
 
 def test_captured_equals_eager_and_a_restored_gate_goes_on() -> None:
