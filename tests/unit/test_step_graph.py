@@ -19,12 +19,15 @@ from qeffect_lm.contract.errors import (
     LeaseError,
     ScaleOrderError,
     StaleWeightError,
+    StreamOrderError,
 )
 from qeffect_lm.contract.leases import Slot
 from qeffect_lm.contract.ledger import Scope
+from qeffect_lm.contract.streams import Access
 from qeffect_lm.contract.timeline import Direction
 from qeffect_lm.errors import QEffectError
 from qeffect_lm.graphs.host_replay import HostReplay, _Operation
+from qeffect_lm.graphs.register import Rule, storage_id
 from tests import tiny
 from tests.fault_list import FAULTS
 from tests.faults import Injected, Place
@@ -187,6 +190,15 @@ def test_a_gradient_that_was_written_before(engine, monkeypatch):
     refused(engine, GradSlotError, "writer 2 of 'layers.0.mlp.down.weight' has beta 0")
 
 
+def test_work_on_another_stream_that_nobody_ordered(engine):
+    """To the stream clock the graph is one launch of all that its actions touch."""
+    ledger = engine.ledger
+    buffer = next(buffer for buffer, access in engine.captured.step.accesses if access != Access.READ)
+    ledger.wait("side", ledger.record("compute"))
+    ledger.launch("side", [(buffer, Access.READ)], "somebody")
+    refused(engine, StreamOrderError, r"the step's graph \(write on stream 'compute'\) is not ordered after somebody")
+
+
 def test_a_replaced_storage(engine):
     name, parameter = next(iter(engine.stages[0].chunk.named_parameters()))
     old, parameter.data = parameter.data, parameter.data.clone()
@@ -271,16 +283,53 @@ def failing(engine, place: float) -> Callable[[], None]:
     return mend
 
 
-@pytest.mark.parametrize(("place", "mode"), [(0.0, "enforce"), (1.0, "off")])
-def test_a_graph_with_the_optimizer_that_fails_is_the_last(place, mode):
+@pytest.mark.parametrize(("place", "mode"), [(0.0, "enforce"), (0.5, "trace"), (1.0, "off")])
+def test_a_graph_with_the_optimizer_that_fails_is_the_last(place, mode, tmp_path):
     """How far it came nobody knows: the optimizer may have run, so the engine takes no other step."""
-    engine = train(settings(**STEP, contract__mode=mode), 1).assembly.engine
+    told = {"contract__mode": mode, "contract__trace_file": str(tmp_path / "trace.jsonl")}
+    engine = train(settings(**STEP, **told), 1).assembly.engine
     mend = failing(engine, place)
     with pytest.raises(RuntimeError, match="the device is lost"):
         engine.step(1, data(1))
     mend()
     with pytest.raises(QEffectError, match="step 1 failed while the optimizer ran.*restart from the last checkpoint"):
         engine.step(1, data(1))
+
+
+@pytest.mark.parametrize("fault", ["bump", "commit", "gradients"])
+def test_an_account_that_leaves_something_out(fault, monkeypatch):
+    """The same checks at the end of a replayed step as of an eager one, though its account was one piece."""
+    engine = train(settings(**STEP), 1).assembly.engine
+    if fault == "bump":
+        monkeypatch.setattr(engine.ledger.versions, "bump", lambda *names: None)
+        words = "STEP writes each parameter once and says so"
+    elif fault == "gradients":
+        monkeypatch.setattr(engine.ledger.grads, "write_counts", lambda counts: None)
+        words = "with 0 of 3 contributions"
+    else:
+        monkeypatch.setattr(engine.ledger, "commit", lambda *_, **__: None)
+        words = "its plan's commits lead to 3"
+    with pytest.raises(ContractViolation, match=words):
+        engine.step(1, data(1))
+
+
+@pytest.mark.parametrize("graphs", [{}, {**STEP, "graphs__optimizer": "outside"}], ids=["eager", "step"])
+def test_scratch_means_nothing_between_steps(graphs):
+    """What a capture leaves in it, evaluation and the next step never read; whatever a checkpoint saves is no scratch."""
+
+    def scribble(assembly, step):
+        kept = {storage_id(entry.tensor) for entry in assembly.register.under(Rule.RESTORED, Rule.GUARDED)}
+        assert all(storage_id(item.tensor) in kept for item in assembly.logical_tensors())
+        for _ in range(2):
+            for entry in assembly.register.under(Rule.SCRATCH):
+                entry.tensor.fill_(float("nan") if entry.tensor.dtype.is_floating_point else 5)
+            held_out.append(assembly.evaluator.run(data(77)))
+
+    held_out: list[float] = []
+    run = train(settings(**graphs), 3, between=scribble)
+    sound = train(settings(), 3)
+    assert differing(run.tensors, sound.tensors) == [] and run.losses == sound.losses
+    assert held_out[-1] == sound.assembly.evaluator.run(data(77))
 
 
 @pytest.mark.parametrize("window", ["step", "microbatch"])
