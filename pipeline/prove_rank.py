@@ -398,6 +398,8 @@ class RankCheck:
             self._require_epoch(op)
             ledger.refreshed({name: name for name in ledger.versions.versions}, LAYOUTS)
         elif work.startswith("REDUCE_"):
+            if self._newest.get((work[-1], op.key[0])) != op.key[1]:
+                raise ScaleOrderError(f"{op.name}, and {op.key[0]}{work[-1]}{op.key[1]} has not reported its amax yet")
             self._reduced[work[-1]] = op.key
         elif work.startswith("COMMIT"):
             self._commit(op)

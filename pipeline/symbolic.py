@@ -293,7 +293,7 @@ def _graph(program: Program, steps: int) -> _Graph:
         events: dict[int | None, int] = {}
         posted: dict[tuple, int] = {}
         blocked = 0  # what the host has waited for: nothing is launched before it is there
-        known = 0  # what of it events vouch for, so that every later launch comes after it
+        known = 0  # what it has waited for by events: every later launch comes after it
 
         def add(node: _Node, frontier: dict[str, int] = frontier) -> int:
             graph.nodes.append(node)
@@ -310,7 +310,6 @@ def _graph(program: Program, steps: int) -> _Graph:
                     events[op.event] = frontier[op.stream]
                 elif op.kind == WAIT and op.stream == HOST:
                     known |= events.get(op.event, 0)
-                    blocked |= known
                 elif op.kind == WAIT:
                     frontier[op.stream] |= events.get(op.event, 0)
                 elif op.kind == COMPLETE and op.work.startswith("RECV"):

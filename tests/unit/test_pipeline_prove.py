@@ -334,6 +334,18 @@ def test_an_edge_that_only_the_next_step_misses():
     prove(whole.with_row(0, map(parse_op, [*alone, "record refresh e91", "wait compute e91", *lines[place + 1 :]])))
 
 
+@pytest.mark.parametrize("kind", "FI")
+def test_an_amax_merged_over_replicas_before_it_is_there(kind):
+    """Window ``microbatch``: one rank has nobody to merge with, and is refused all the same; after its action it is right."""
+    whole = program(build_plan("1f1b", 1, 2, window="microbatch"))
+    lines = [str(op) for op in whole.rows[0]]
+    reduce, action = at(lines, f"launch collective 0REDUCE_{kind}0"), at(lines, f"launch compute 0{kind}0")
+    early = [*lines[:action], lines[reduce], *lines[action:reduce], *lines[reduce + 1 :]]
+    with pytest.raises(PlanError, match=f"ScaleOrderError: 0REDUCE_{kind}0, and 0{kind}0 has not reported its amax yet"):
+        prove(whole.with_row(0, map(parse_op, early)))
+    prove(whole)
+
+
 def test_a_host_that_waits_for_an_event():
     """``wait host`` blocks the host: before its send, for the answer to it, nobody gets on; after it, it is a host wait."""
     whole = program(build_plan("1f1b", 2, 1))
