@@ -100,7 +100,9 @@ class WeightCache:
         """``<param>/<layout>`` and storage of all that is cached."""
         for name, cached in self.cached.items():
             assert cached.rows is not None and cached.columns is not None
-            yield from ((f"{name}/rows", cached.rows), (f"{name}/columns", cached.columns), (f"{name}/scale_inv", cached.scale_inv))
+            yield f"{name}/rows", cached.rows
+            yield f"{name}/columns", cached.columns
+            yield f"{name}/scale_inv", cached.scale_inv
 
     def logical_tensors(self) -> list[LogicalTensor]:
         """``cached_weight/<param>`` (as laid out ``[out, in]``) and the inverse scale it was made with."""
