@@ -26,6 +26,7 @@ from qeffect_lm.contract.ledger import Scope
 from qeffect_lm.contract.streams import Access
 from qeffect_lm.contract.timeline import Direction
 from qeffect_lm.errors import QEffectError
+from qeffect_lm.fp8.cache import LAYOUTS
 from qeffect_lm.graphs.host_replay import HostReplay, _Operation
 from qeffect_lm.graphs.register import Rule, storage_id
 from tests import tiny
@@ -160,6 +161,13 @@ def test_stale_cache(engine):
     now = engine.ledger.versions.versions["layers.0.mlp.down.weight"]
     engine.ledger.versions.bump(["layers.0.mlp.down.weight"])
     refused(engine, StaleWeightError, f"the step's graph needs 'layers.0.mlp.down.weight' at version {now + 1}")
+    engine.account_refresh()
+
+
+def test_a_cache_of_another_epoch(engine):
+    name, now = "layers.0.mlp.down.weight", engine.ledger.weight_epoch()
+    engine.ledger.versions.refreshed(name, epoch=now - 1, layouts=LAYOUTS)
+    refused(engine, StaleWeightError, f"the step's graph needs {name!r} quantised with the scale of epoch {now}")
     engine.account_refresh()
 
 
