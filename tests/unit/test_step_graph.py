@@ -109,7 +109,7 @@ def _switch_dropout_off(assembly) -> None:
     ("window", "optimizer"),
     [
         ("microbatch", "inside"),
-        ("step", "outside"),
+        pytest.param("step", "outside", marks=long),
         pytest.param("step", "inside", marks=long),
         pytest.param("microbatch", "outside", marks=long),
     ],
@@ -291,7 +291,7 @@ def failing(engine, place: float) -> Callable[[], None]:
     return mend
 
 
-@pytest.mark.parametrize(("place", "mode"), [(0.0, "enforce"), (0.5, "trace"), (1.0, "off")])
+@pytest.mark.parametrize(("place", "mode"), [(0.0, "enforce"), (0.5, "trace"), pytest.param(1.0, "off", marks=long)])
 def test_a_graph_with_the_optimizer_that_fails_is_the_last(place, mode, tmp_path):
     """How far it came nobody knows: the optimizer may have run, so the engine takes no other step."""
     told = {"contract__mode": mode, "contract__trace_file": str(tmp_path / "trace.jsonl")}
@@ -321,7 +321,9 @@ def test_an_account_that_leaves_something_out(fault, monkeypatch):
         engine.step(1, data(1))
 
 
-@pytest.mark.parametrize("graphs", [{}, {**STEP, "graphs__optimizer": "outside"}], ids=["eager", "step"])
+@pytest.mark.parametrize(
+    "graphs", [pytest.param({}, marks=long), {**STEP, "graphs__optimizer": "outside"}], ids=["eager", "step"]
+)
 def test_scratch_means_nothing_between_steps(graphs):
     """What a capture leaves in it, evaluation and the next step never read; whatever a checkpoint saves is no scratch."""
 
@@ -340,7 +342,7 @@ def test_scratch_means_nothing_between_steps(graphs):
     assert held_out[-1] == sound.assembly.evaluator.run(data(77))
 
 
-@pytest.mark.parametrize("window", ["step", "microbatch"])
+@pytest.mark.parametrize("window", [pytest.param("step", marks=long), "microbatch"])
 @pytest.mark.parametrize("scope", ["eager", "step"])
 def test_a_step_that_fails_before_the_optimizer_leaves_nothing(window, scope):
     """Window ``microbatch`` has rolled scales by then: they are put back, and the step can be run again."""
