@@ -113,6 +113,7 @@ class RankCheck:
         self._transfers: dict[tuple[str, int, int], bool] = {}  # posted → completed
         self._reduced: dict[str, tuple[int, int] | None] = {}  # window microbatch: whose amax were merged over replicas
         self._losses: set[int] = set()
+        self._summaries: dict[tuple[str, int, int | None], Summary] = {}
         self._unordered = unordered
         self._newest: dict[tuple[str, int], int] = {}  # of F, I and W of a chunk, the last microbatch
         self._phase = "ended"
@@ -369,12 +370,17 @@ class RankCheck:
         self.counts.grad_writes += op.work != "F"
 
     def _summary(self, kind: str, chunk: int, beta: int | None) -> Summary:
-        """The effects of one linear's part of F, I or W, with a norm's gradient finished in I."""
+        """The effects of one linear's part of F, I or W, with a norm's gradient finished in I; the same object each time."""
+        known = self._summaries.get((kind, chunk, beta))
+        if known is not None:
+            return known
         roles = {"F": (f"{chunk}.input",), "I": (f"{chunk}.grad_output",)}.get(kind, ())
         weights = {"F": ((f"{chunk}.weight", "rows"),), "I": ((f"{chunk}.weight", "columns"),)}.get(kind, ())
         grads = {"I": (f"{chunk}.norm",), "W": (f"{chunk}.weight",)}.get(kind, ())
         directions = frozenset([_DIRECTION[kind]] if kind in _DIRECTION else [])
-        return Summary(kind, directions, roles, weights, (f"{chunk}.linear",), grads, beta)
+        made = Summary(kind, directions, roles, weights, (f"{chunk}.linear",), grads, beta)
+        self._summaries[kind, chunk, beta] = made
+        return made
 
     def _require_version(self, op: Op) -> None:
         """The version that an operation states, counted from the step's start, is the parameters'."""

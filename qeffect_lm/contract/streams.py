@@ -200,7 +200,8 @@ class StreamClock:
             self._pieces(buffer, *(span or (0, WHOLE)))
         by_kind: dict[Access, list[tuple[Hashable, _Range]]] = {kind: [] for kind in Access}
         for buffer, kind, *span in accesses:
-            by_kind[Access(kind)] += [(buffer, piece) for piece in self._pieces(buffer, *(span or (0, WHOLE)))]
+            known = kind if type(kind) is Access else Access(kind)
+            by_kind[known] += [(buffer, piece) for piece in self._pieces(buffer, *(span or (0, WHOLE)))]
         made = _Touched(accesses, self._shape, by_kind[Access.READ], by_kind[Access.WRITE], by_kind[Access.MAX_MERGE])
         if isinstance(accesses, tuple):
             if len(self._remembered) >= REMEMBERED:
