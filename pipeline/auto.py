@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import inf, isfinite
 
 from pipeline.auto_exact import Exact, lower_bound, search
@@ -295,7 +295,7 @@ class _Guesses:
         self._bases: dict[str, Callable[[], Order]] = {name: partial(self._named.__getitem__, name) for name in self._named}
         if shape == "linear":
             for slope in (1.25, 1.5, 1.75, 2, 2.5, 3):
-                self._bases[f"ahead {slope:g}"] = partial(_steeper, problem, slope)
+                self._bases[f"ahead {slope:g}"] = cache(partial(_steeper, problem, slope))
         self.made = 0
         self._none: list[int] = []  # places of orders that cannot keep the limit
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import exp
 from random import Random
 
-from pipeline.auto_problem import Order, Problem, Timing, fits, measure
+from pipeline.auto_problem import Order, Problem, Retimed, Timing, fits, measure
 
 POWER = 6  # of the sum of idle times that is made smaller: near the largest, yet it sees the others too
 REACH = (1, 1, 2, 3, 5, 8, 13)  # how many operations later a W is tried
@@ -24,7 +24,7 @@ def improve(order: Order, problem: Problem, tries: int, seed: int = 0) -> tuple[
     rows = [list(row) for row in order]
     now = measure(rows, problem)
     assert now is not None, "the order blocks"
-    score = _score(now, problem)
+    score, retimed = _score(now, problem), Retimed(rows, problem, now)
     best, best_cost = [list(row) for row in rows], now.cost
     used = 0
     while used < tries:
@@ -37,16 +37,18 @@ def improve(order: Order, problem: Problem, tries: int, seed: int = 0) -> tuple[
             changed = _changed(rows[rank], place, random)
             if changed is None or not fits(changed, problem, rank):
                 continue
-            before, rows[rank] = rows[rank], changed
+            before, first, stop = rows[rank], place - 1, min(len(changed), place + max(REACH))
             used += 1
-            after = measure(rows, problem)
+            after = retimed.change(rank, changed, first, stop)
             worse = None if after is None else _score(after, problem) - score
             if after is not None and worse is not None and (worse <= 0 or random.random() < exp(-worse / (warmth + 1e-300))):
                 now, score, accepted = after, score + worse, True
+                retimed.keep(after)
                 if now.cost < best_cost - problem.slack:
                     best, best_cost = [list(row) for row in rows], now.cost
                 break
-            rows[rank] = before
+            if after is not None:
+                retimed.undo(rank, before, first, stop)
             if used >= tries:
                 break
         if not accepted:

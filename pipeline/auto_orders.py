@@ -7,7 +7,7 @@ is short. :func:`greedy` decides everything by what is ready. Both simulate all 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import inf
 
 from pipeline.auto_problem import EPS, Operation, Order, Problem
@@ -168,16 +168,12 @@ def greedy(problem: Problem, patience: float, first: str, most: float = inf) -> 
     Returns: an order within the limit, or None; an empty one if it costs more than ``most``.
     """
     clock = _Clock(problem, most)
-    m, slack = problem.microbatches, problem.slack
     last = ["I"] * len(clock.order)
+    done_i = clock.count["I"]
 
     def choose(rank: int, now: float) -> Choice:
-        forward, short, soon_f = _ready_forward(clock, rank, now)
-        chunks = problem.chunks_of[rank]
-        open_i = [c for c in chunks if clock.count["I"][c] < min(m, clock.count["F"][c])]
-        arrivals = {c: clock.ready_i[c][clock.count["I"][c]] for c in open_i}
-        there = [c for c in open_i if arrivals[c] <= now + slack]
-        backward = min(there, key=lambda c: (clock.count["I"][c], -c), default=None)
+        forward, short, soon = _ready_forward(clock, rank, now)
+        backward, later = _ready_backward(clock, rank, now)
         weight = clock.next_weight(rank)
         if short and weight is not None and (backward is None or last[rank] == "I"):
             return weight
@@ -187,8 +183,8 @@ def greedy(problem: Problem, patience: float, first: str, most: float = inf) -> 
             return "F", forward, clock.count["F"][forward]
         if backward is not None:
             last[rank] = "I"
-            return "I", backward, clock.count["I"][backward]
-        soon = min([soon_f, *(at for at in arrivals.values() if at > now)])
+            return "I", backward, done_i[backward]
+        soon = min(soon, later)
         if weight is not None and soon - now >= patience * problem.t_w[weight[1]]:
             return weight
         return soon
@@ -196,25 +192,51 @@ def greedy(problem: Problem, patience: float, first: str, most: float = inf) -> 
     return clock.run(choose)
 
 
+# Asked at every event of a search that makes dozens of orders of up to a hundred thousand operations: plain loops.
+
+
 def _ready_forward(clock: _Clock, rank: int, now: float) -> tuple[int | None, bool, float]:
     """(the last chunk whose F may start, whether memory alone keeps another from it, when the next one may)."""
     problem = clock.problem
-    chunks: Sequence[int] = problem.chunks_of[rank]
-    done, slack = clock.count["F"], problem.slack
-    oldest = min(clock.count["I"][chunk] for chunk in chunks)
-    reserve = sum(problem.m_b[chunk] for chunk in chunks if done[chunk] <= oldest)
+    chunks, done, done_i, m_b = problem.chunks_of[rank], clock.count["F"], clock.count["I"], problem.m_b
+    held, room, latest = clock.held[rank], problem.room[rank], now + problem.slack
+    oldest = problem.microbatches
+    for chunk in chunks:
+        if done_i[chunk] < oldest:
+            oldest = done_i[chunk]
+    reserve = 0.0
+    for chunk in chunks:
+        if done[chunk] <= oldest:
+            reserve += m_b[chunk]
     best, short, soon = None, False, inf
     for chunk in reversed(chunks):
         microbatch = done[chunk]
         if microbatch == problem.microbatches:
             continue
         at = clock.ready_f[chunk][microbatch]
-        kept = reserve - problem.m_b[chunk] if microbatch <= oldest else reserve
-        room = clock.held[rank] + problem.m_b[chunk] + kept <= problem.room[rank]
-        if at > now + slack:
-            soon = min(soon, at) if room else soon
-        elif not room:
+        kept = reserve - m_b[chunk] if microbatch <= oldest else reserve
+        fits = held + m_b[chunk] + kept <= room
+        if at > latest:
+            if fits and at < soon:
+                soon = at
+        elif not fits:
             short = True
         elif best is None:
             best = chunk
     return best, short and best is None, soon
+
+
+def _ready_backward(clock: _Clock, rank: int, now: float) -> tuple[int | None, float]:
+    """(the chunk whose I may start: the one that is furthest behind, the last of those; when the next one may)."""
+    done, done_i, latest = clock.count["F"], clock.count["I"], now + clock.problem.slack
+    best, fewest, soon = None, 0, inf
+    for chunk in clock.problem.chunks_of[rank]:
+        microbatch = done_i[chunk]
+        if microbatch >= done[chunk]:
+            continue
+        at = clock.ready_i[chunk][microbatch]
+        if at <= latest and (best is None or microbatch <= fewest):
+            best, fewest = chunk, microbatch
+        if now < at < soon:
+            soon = at
+    return best, soon

@@ -6,6 +6,7 @@ The search tries thousands of orders, so it does not use :class:`~pipeline.actio
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -153,3 +154,91 @@ def measure(order: Order, problem: Problem) -> Timing | None:
     else:
         value = list(free)
     return Timing(max(value), value, start, end, binding)
+
+
+class Retimed:
+    """An order with its timing, of which one rank's row changes at a time: only what follows from the change is timed again."""
+
+    def __init__(self, order: Order, problem: Problem, timing: Timing) -> None:
+        self.order, self.problem, self.timing = order, problem, timing
+        m, chunks = problem.microbatches, problem.placement.ranks
+        self._where: dict[str, list[list[int]]] = {kind: [[0] * m for _ in chunks] for kind in "FI"}
+        for row in order:
+            self._note(row, 0, len(row))
+
+    def _note(self, row: Sequence[Operation], first: int, stop: int) -> None:
+        for place in range(first, stop):
+            kind, chunk, microbatch = row[place]
+            if kind != "W":
+                self._where[kind][chunk][microbatch] = place
+
+    def change(self, rank: int, row: list[Operation], first: int, stop: int) -> Timing | None:
+        """Put ``row``, which differs from the rank's in places ``first`` … ``stop`` − 1, in its place.
+
+        Returns: its timing, that of :func:`measure`; None, with everything as before, if the order blocks.
+        """
+        before = self.order[rank]
+        self.order[rank] = row
+        self._note(row, first, stop)
+        timing = self._timed(rank, first, stop)
+        if timing is None:
+            self.order[rank] = before
+            self._note(before, first, stop)
+        return timing
+
+    def keep(self, timing: Timing) -> None:
+        """The change stays: the next one is timed from here."""
+        self.timing = timing
+
+    def undo(self, rank: int, row: list[Operation], first: int, stop: int) -> None:
+        """Back to the row before the last change."""
+        self.order[rank] = row
+        self._note(row, first, stop)
+
+    def _timed(self, changed: int, first: int, stop: int) -> Timing | None:
+        order, problem, old = self.order, self.problem, self.timing
+        if min(*problem.t_f, *problem.t_i) <= 0:
+            return measure(order, problem)  # a circle of work that takes no time would settle
+        ranks, comm, where = problem.placement.ranks, problem.t_comm, self._where
+        times = {"F": problem.t_f, "I": problem.t_i, "W": problem.t_w}
+        start, end, binding = list(old.start), list(old.end), list(old.binding)  # rows are copied when they change
+        mine: set[int] = set()
+        waiting = [(old.start[changed][first], changed, first)]  # places to look at again, earliest first
+        left = 2 * problem.operations  # a circle of waits never settles
+        while waiting:
+            _, rank, place = heapq.heappop(waiting)
+            if rank not in mine:
+                mine.add(rank)
+                start[rank], end[rank], binding[rank] = list(start[rank]), list(end[rank]), list(binding[rank])
+            row, starts, ends, binds = order[rank], start[rank], end[rank], binding[rank]
+            moved = range(first, stop) if rank == changed else range(0)
+            now = ends[place - 1] if place else 0.0
+            for at in range(place, len(row)):
+                left -= 1
+                kind, chunk, microbatch = row[at]
+                begin, bind = now, None
+                if kind != "W":
+                    source = chunk - 1 if kind == "F" else chunk + 1
+                    if 0 <= source < len(ranks):
+                        other, made = ranks[source], where[kind][source][microbatch]
+                        if other == rank and made > at:
+                            return None
+                        arrival = end[other][made] + comm if other != rank else ends[made]
+                        if arrival >= now:
+                            begin, bind = arrival, (other, made)
+                starts[at], binds[at] = begin, bind
+                now = begin + times[kind][chunk]
+                same = ends[at] == now
+                ends[at] = now
+                if kind != "W" and not (same and at not in moved):
+                    target = chunk + 1 if kind == "F" else chunk - 1
+                    if 0 <= target < len(ranks):
+                        reader = where[kind][target][microbatch]
+                        heapq.heappush(waiting, (start[ranks[target]][reader], ranks[target], reader))
+                if same and at + 1 not in moved:
+                    break
+            if left < 0:
+                return measure(order, problem)
+        span = problem.objective == "span"
+        value = [ends[-1] - (starts[0] if span else 0.0) for starts, ends in zip(start, end, strict=True)]
+        return Timing(max(value), value, start, end, binding)

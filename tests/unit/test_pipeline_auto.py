@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from pipeline.auto import SHAPES, Auto, _problem, auto, exact, solve
 from pipeline.auto_exact import lower_bound, search
 from pipeline.auto_improve import improve
 from pipeline.auto_orders import float_weights, greedy
-from pipeline.auto_problem import Order, Problem, fits, from_actions, measure, to_actions
+from pipeline.auto_problem import Order, Problem, Retimed, fits, from_actions, measure, to_actions
 from pipeline.plan import build_plan, make_plan
 from pipeline.schedules import SCHEDULES, Placement
 from pipeline.simulate import peak_activations, simulate
@@ -430,3 +431,32 @@ def test_the_first_optimum_ends_the_search_of_a_large_problem(monkeypatch):
     found = auto(1, 4, 18.522, 18.086, 9.337, 0.601, effort=0)
     assert found.origin == "1f1b"
     assert found.tried == len(SCHEDULES)
+
+
+@pytest.mark.parametrize("comm", [0.0, 0.3])
+@pytest.mark.parametrize("times", [(1.0, 0.9, 0.5), (1.0, 1.0, 0.0), (0.0, 1.0, 1.0)])
+@pytest.mark.parametrize(("name", "shape"), [("zb-h2", "linear"), ("zb-v", "v"), ("interleaved-1f1b", "interleaved")])
+def test_timing_what_changed_is_timing_everything(name, shape, times, comm):
+    """Random neighbours exchanged: the same times and the same causes, to the bit, and None for the same orders."""
+    problem = _problem(shape, 3, 6, times, comm, (1.0, 1.0), None, "span")
+    rows = from_actions(SCHEDULES[name](3, 6))
+    random, blocked = Random(5), 0
+    retimed = Retimed(rows, problem, measure(rows, problem))
+    for _ in range(300):
+        rank = random.randrange(3)
+        first = random.randrange(len(rows[rank]) - 1)
+        stop = min(len(rows[rank]), first + random.choice((2, 2, 3, 6)))
+        before = rows[rank]
+        middle = [*before[first + 1 : stop], before[first]]
+        changed = [*before[:first], *middle, *before[stop:]]
+        expected = measure([changed if other == rank else row for other, row in enumerate(rows)], problem)
+        found = retimed.change(rank, changed, first, stop)
+        assert found == expected
+        if found is None:
+            blocked += 1
+        elif random.random() < 0.5:
+            retimed.undo(rank, before, first, stop)
+        else:
+            retimed.keep(found)
+        assert measure(rows, problem) == retimed.timing
+    assert 0 < blocked < 200
