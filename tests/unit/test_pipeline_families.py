@@ -226,7 +226,6 @@ def test_32_ranks_256_microbatches() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_64_ranks_1024_microbatches(name: str) -> None:
-    """5 s and 60 s of one core for each chunk of a rank; twice that here, as above."""
-    chunks = SCHEDULES[name].chunks()
-    assert _seconds(name, 32, 256) < 10 * chunks
-    assert _seconds(name, 64, 1024) < 120 * chunks
+    """5 s and 60 s of one core, whatever the schedule; twice that here, as above."""
+    assert _seconds(name, 32, 256) < 10
+    assert _seconds(name, 64, 1024) < 120
