@@ -111,7 +111,7 @@ def _preparing(engine: Engine, backend: GraphBackend, register: HiddenStateRegis
         engine.captured.release()
         engine.captured = None
     try:
-        with transaction(register, engine.ledger, copy_guarded=not backend.warms_up):
+        with engine.ledger.untraced(), transaction(register, engine.ledger, copy_guarded=not backend.warms_up):
             yield
     finally:
         engine.summaries = engine.watch = None

@@ -66,13 +66,11 @@ class BodySummary:
 
 
 class _Groups(NamedTuple):
-    """A summary's names; ``layers`` sorted, None where one is named twice. ``asked``: the chunks for which its roles are known
-    to be complete."""
+    """A summary's names; ``layers`` sorted, None where one is named twice."""
 
     weights: Names
     grads: Names
     layers: Names | None
-    asked: set[int]
 
 
 @dataclass
@@ -239,10 +237,9 @@ class Ledger:
     def declare_roles(self, kind: str, chunk: int, roles: Iterable[str]) -> None:
         """Say which scale roles every F (or I) of ``chunk`` must report, by an amax or as EMPTY."""
         self._declared[kind, chunk] = frozenset(roles)
-        self._replayed.clear()  # summaries are asked again
 
     def check_roles(self, kind: str, chunk: int, microbatch: int, reported: Iterable[str]) -> None:
-        """At the end of an eager action and of a capture, and at a summary's first replay for a chunk.
+        """At the end of an eager action, and of a capture.
 
         Raises:
             ScaleOrderError: a declared role was not reported: its scale would freeze unnoticed.
@@ -370,9 +367,6 @@ class Ledger:
         if self._tracer is not None:
             self._tracer.begin_action(kind, chunk, microbatch)
         groups = self._groups_of(summary)
-        if chunk not in groups.asked:  # it may be made by hand
-            self.check_roles(kind, chunk, microbatch, summary.roles)
-            groups.asked.add(chunk)
         self._enter(kind, chunk, microbatch, slots)
         contributor = (kind, chunk, microbatch)
         direction = _DIRECTION.get(kind)
@@ -419,7 +413,7 @@ class Ledger:
                 self._refuse(GradSlotError(f"a graph writes {summary.grads[0]!r} and its summary gives no beta"))
             distinct = len(set(summary.layers)) == len(summary.layers)
             layers = self._interned.of(sorted(summary.layers)) if distinct else None
-            groups = _Groups(self._interned.of(summary.weights), self._interned.of(summary.grads), layers, set())
+            groups = _Groups(self._interned.of(summary.weights), self._interned.of(summary.grads), layers)
             known = self._replayed[id(summary)] = (summary, groups)  # kept: its identity is the key
         return known[1]
 
@@ -439,14 +433,24 @@ class Ledger:
         mode, untold = self.mode, self._untold
         if not checked:
             self.mode = Mode.OFF
-        if self._tracer is not None:
-            self._tracer.silent = True
+        try:
+            with self.untraced():
+                yield
+        finally:
+            self.mode, self._untold = mode, untold
+
+    @contextmanager
+    def untraced(self) -> Iterator[None]:
+        """What happens inside is no part of the trace's story: a capture, and its roll-back."""
+        tracer = self._tracer
+        if tracer is None:
+            yield
+            return
+        before, tracer.silent = tracer.silent, True
         try:
             yield
         finally:
-            self.mode, self._untold = mode, untold
-            if self._tracer is not None:
-                self._tracer.silent = False
+            tracer.silent = before
 
     def commit(
         self,

@@ -466,24 +466,6 @@ def test_an_abandoned_step_has_waited_for_everything():
     ledger.launch("b", [("x", READ)], "two")
 
 
-def test_a_declared_role_that_a_summary_lacks():
-    """A summary may be made by hand: it is asked before anything of it counts, and again after a declaration."""
-    driver = Driver()
-    ledger = driver.ledger
-    ledger.declare_roles("F", 0, ["a.input", "b.input"])
-    ledger.begin_step(0)
-    slots = Slot("I", 0, 0), Slot("W", 0, 0)
-    short = Summary("F", scales=frozenset({Direction.FORWARD}), roles=("a.input",), layers=("a", "b"))
-    error = fails(ScaleOrderError, lambda: ledger.replay(short, 0, 0, slots=slots), message="nobody reported an amax")
-    assert error.place["role"] == "b.input"
-    ledger.abandon_step()
-    ledger.begin_step(0)
-    whole = Summary("F", scales=frozenset({Direction.FORWARD}), roles=("a.input", "b.input"), layers=("a", "b"))
-    ledger.replay(whole, 0, 0, slots=slots)
-    ledger.declare_roles("F", 0, ["a.input", "b.input", "c.input"])
-    fails(ScaleOrderError, lambda: ledger.replay(whole, 0, 1, slots=(Slot("I", 0, 1), Slot("W", 0, 1))), message="'c.input'")
-
-
 def quiet() -> Ledger:
     return Driver().ledger
 
