@@ -106,7 +106,14 @@ class RankCheck:
         self._last = self._placement.num_chunks - 1
         self._shapes = Effects(self._placement, rank, _AnySlot(), _AnySlot())
         self._required: dict[tuple[str, int | None], frozenset] = {}
-        self._ops = [(op, tuple((buffer, Access(access)) for buffer, access in op.accesses)) for op in row]
+        # Equal lists of accesses are one object, so that what is known of one is known of all: there are few, one for each work
+        # and place, and many operations.
+        lists: dict[tuple[tuple[Buffer, str], ...], tuple[tuple[Buffer, Access], ...]] = {}
+        for op in row:
+            if op.accesses not in lists:
+                lists[op.accesses] = tuple((buffer, Access(access)) for buffer, access in op.accesses)
+        self._ops = [(op, lists[op.accesses]) for op in row]
+        self._well_formed: set[tuple[str, int | None, int]] = set()  # (work, chunk, a list of accesses by identity)
         self._ledger = self._make_ledger()
         self._events: dict[int, Event] = {}
         self._held: dict[Buffer, _Held] = {}
@@ -249,6 +256,9 @@ class RankCheck:
             wanted = ", ".join(sorted(_FIELDS.get(op.work, set()))) or "nothing"
             self._refuse(f"{op.work} says {', '.join(sorted(said)) or 'nothing'}, it must say {wanted}")
         self._check_place(op)
+        seen = op.work, op.chunk, id(accesses)
+        if seen in self._well_formed:
+            return
         key = op.work, op.chunk
         required = self._required.get(key)
         if required is None:
@@ -258,6 +268,7 @@ class RankCheck:
         if missing:
             buffer, access = min(missing, key=str)
             self._refuse(f"{op.work} must declare that it accesses {buffer_text(buffer)} ({access})")
+        self._well_formed.add(seen)
 
     def _check_place(self, op: Op) -> None:
         """Work that only some chunks, or only one window, have."""
