@@ -172,6 +172,7 @@ def _resumes(rank: int, world: int, root: Path) -> None:
     _resumed(root / "shared", {**two, "optim__zero": 0}, comm, mesh, 2, into=root / "alone-went-on")
 
 
+@pytest.mark.long
 def test_checkpoints_between_layouts(tmp_path: Path) -> None:
     """DP 1 → DP 2 with zero 1 → zero 0 → zero 1 → DP 1: each restores byte-equal logical state, and training goes on alike."""
     run = train(config(**SHARED | {"pipeline__microbatches": 4}), 2, batches=lambda step: together(step, 2))

@@ -29,6 +29,7 @@ STATE = ("master/", "param/", "moment", "scale/", "history/", "optimizer/", "cac
 # ---- parity ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_muon_does_not_depend_on_placement_or_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """One chunk; two chunks on a rank; two ranks; the whole step as one graph: the same bytes, and not AdamW's."""
     one = train(config(**MUON), 4)
@@ -102,6 +103,7 @@ def test_a_spike_is_skipped_as_what_is_not_finite(backend: str, monkeypatch: pyt
     assert step(spiked, 3) == step(infinite, 3) and not step(spiked, 4)[2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("axis", ["pp", "dp"])
 def test_all_ranks_decide_alike(axis: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two stages, two replicas: one verdict, one reason, the same statistics, over steps of which some are spikes."""
@@ -132,6 +134,7 @@ def reports(assembly: Assembly, settings: Any) -> list[Any]:
     return metrics
 
 
+@pytest.mark.long
 def test_metrics_say_why_and_a_spike_never_stops_the_run() -> None:
     """``optim.nonfinite=raise`` is about what is not finite only."""
     settings = config(**GATE, model__num_layers=2, optim__nonfinite="raise", train__steps=2)
@@ -215,12 +218,14 @@ def test_a_resumed_run_is_the_same_run(folder: Path) -> None:
     assert saved["moment1/head.weight"].dtype == "bfloat16" and saved["spikes/variance"].role.value == "statistic"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", ["optim.moments=float32", "optim.name=adamw"])
 def test_state_of_another_kind_is_refused(folder: Path, change: str) -> None:
     with pytest.raises(UsageError, match=rf"{change.split('=')[0]}.*(\n.*)*set them back, or start a new run"):
         run_here(folder, "whole", change, "train.steps=7")
 
 
+@pytest.mark.long
 def test_the_gate_may_be_turned_off_and_on(folder: Path) -> None:
     """Off: the statistics are left behind. On again: they begin anew. Each change is printed; the rest goes on."""
     shutil.copytree(folder / "whole", folder / "switch")
@@ -232,6 +237,7 @@ def test_the_gate_may_be_turned_off_and_on(folder: Path) -> None:
     assert checkpoint.step == 8 and int(checkpoint.read("spikes/count", (), ())) == 1
 
 
+@pytest.mark.long
 def test_a_spike_of_a_run_is_in_its_metrics(folder: Path) -> None:
     """A limit so low that some step exceeds it."""
     assert run_here(folder, "low", "optim.skip_sigma=0.001", "checkpoint.every=0", "train.steps=9")[0] == 0

@@ -57,6 +57,7 @@ def test_lock_step_notices_a_difference(monkeypatch):
     assert lockstep.first_difference(a, {"x": torch.zeros(2)}) == "y" and lockstep.first_difference({}, a) == "x"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "dualpipev", "1f1b"])
 def test_all_ranks_on_one(schedule):
     """Each F, I, W once, several slots, and an order in which W does not follow its I at once."""
@@ -82,6 +83,7 @@ def test_the_cells():
     assert not torch.equal(batch.inputs, skipped.inputs)
 
 
+@pytest.mark.long
 def test_one_answer():
     """Equal losses of all cells of window step are one answer; a plan that differs is named; no control, no proof."""
 
