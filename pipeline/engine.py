@@ -89,8 +89,11 @@ class Captured:
 
     def release(self) -> None:
         """Destroy the graphs: before the communicators that they hold, and before others are captured in their place."""
-        for graph in self.graphs():
+        graphs = self.graphs()
+        for graph in graphs:
             graph.reset()
+        if any(graph.pool_bytes for graph in graphs) and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # only then do the pools' segments go back; each capture would else add its own
 
 
 class Engine:

@@ -10,6 +10,7 @@ layers     four decoder layers, forward and backward: Transformer Engine alone, 
 curves     losses of BF16 and of FP8 with both windows on the demo's corpus, 300 steps, three seeds each: do they differ
            by more than the seeds do?
 plans      tools.plan on many ranks: each schedule generated, checked, lowered and timed; seconds of wall and CPU time (no GPU)
+capture    seconds to capture a stage of 32 layers of 4096, as a restart does, with graphs of actions and of the step (GPU only)
 train      whole training steps of the presets bench-s and bench-m, measured and predicted bubble (GPUs only); with stages on
            several GPUs:  torchrun --nproc-per-node 2 -m tools.bench train --schedules 1f1b,zb-v
 
@@ -197,6 +198,40 @@ def layers(arguments: argparse.Namespace) -> int:
     print("\n" + benchmark.table(rows))
     write(report, arguments.json)
     return 1 if any("error" in row for row in rows) else 0
+
+
+def capturing(arguments: argparse.Namespace) -> int:
+    """How long a restart waits for its graphs."""
+    from qeffect_lm.runtime.determinism import apply_before_torch, apply_to_torch
+
+    apply_before_torch(os.environ, threads=1)
+    apply_to_torch(threads=1)
+    import torch
+
+    from tools.benchmarks import recapture as benchmark
+
+    if not torch.cuda.is_available():
+        raise UsageError("captures are measured on a GPU, and torch sees none here")
+    size = benchmark.StageSize()
+    cases = [("action", "1f1b"), ("step", "1f1b")]
+    rows = [benchmark.measure(size, scope, schedule) for scope, schedule in cases]
+    print(benchmark.table(rows))
+    report = {
+        "benchmark": "capture",
+        "command": "python -m tools.bench capture",
+        "qeffect_lm": __version__,
+        "commit": commit(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(),
+        "hidden": size.hidden,
+        "layers": size.layers,
+        "tokens": size.tokens,
+        "microbatches": benchmark.MICROBATCHES,
+        "rows": rows,
+    }
+    write(report, arguments.json)
+    return 0
 
 
 def tuning(arguments: argparse.Namespace) -> int:
@@ -391,6 +426,7 @@ def captured_table(sizes: list[dict[str, Any]]) -> str:
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "capture": capturing,
     "contract": contract,
     "curves": curves,
     "kernels": kernels,

@@ -53,6 +53,19 @@ def scaled_mm(
     return product if out_dtype is torch.float32 else product.to(out_dtype)
 
 
+def mm(a: torch.Tensor, b: torch.Tensor, *, library: CublasLt | None = None) -> torch.Tensor:
+    """``a @ b.T`` in a's dtype; ``a`` ``[m, k]``, ``b`` ``[n, k]``, each contiguous along one of its dimensions.
+
+    16-bit operands on a GPU go to ``library``: torch's own products would keep a workspace for each stream that nobody can
+    name, plan or give back.
+    """
+    if a.is_cuda and a.dtype in GPU_DTYPES and library is not None:
+        out = torch.empty(a.shape[0], b.shape[0], dtype=a.dtype, device=a.device)
+        library.matmul(out, a, b)
+        return out
+    return torch.mm(a, b.t())
+
+
 def accumulate_mm(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: int, *, library: CublasLt | None = None
 ) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from qeffect_lm import kernels
-from qeffect_lm.fp8.gemm import accumulate_mm, accumulate_scaled_mm, scaled_mm
+from qeffect_lm.fp8.gemm import accumulate_mm, accumulate_scaled_mm, mm, scaled_mm
 from qeffect_lm.fp8.quantise import Quantised, quantise
 from qeffect_lm.fp8.recipes import Quantiser, Recipe
 from qeffect_lm.layers.base import SplitLayer
@@ -100,7 +100,7 @@ class SplitLinear(SplitLayer):
                 self.recipe.observe(self.name, "weight", self.weight.bfloat16())
             if retains:
                 context.active_scope().retain(self.name, WeightGradOperands(context.owned(x).t()))
-            y = torch.mm(x, self.weight.t())
+            y = mm(x, self.weight, library=self.library)
             return y if residual is None else y + residual
         scope = context.scope if context.training else None
         q = self.recipe.operand(self.name, "input", x, scope, columns=retains, quantiser=quantiser)
@@ -126,7 +126,7 @@ class SplitLinear(SplitLayer):
                 self.recipe.observe(self.name, "grad_output", dy)
             if retains:
                 self._hand_over(context, dy=context.owned(dy).t())
-            return torch.mm(dy, self.weight) if needs_dx else None
+            return mm(dy, self.weight.t(), library=self.library) if needs_dx else None
         scope = context.active_scope()
         q = self.recipe.operand(self.name, "grad_output", dy, scope, columns=retains, quantiser=quantiser)
         if retains:

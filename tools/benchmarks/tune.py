@@ -133,7 +133,7 @@ class Product:
 
 
 def products_of(layer: Layer) -> dict[str, Callable[[], Product]]:
-    """Every product of F, I and W of a layer, and W of the head: a name and what makes fresh operands."""
+    """Every product of F, I and W of a layer and of the head: a name and what makes fresh operands."""
     h, f, m = layer.hidden, layer.ffn, layer.tokens
     linears = {"qkv": (3 * h, h), "out": (h, h), "gate_up": (2 * f, h), "down": (h, f)}
 
@@ -153,6 +153,9 @@ def products_of(layer: Layer) -> dict[str, Callable[[], Product]]:
         made[f"F {name}"] = partial(product, (m, n, k), E4M3, torch.bfloat16, 0, adds, True)
         made[f"I {name}"] = partial(product, (m, k, n), E5M2, torch.bfloat16, 0, False, False)
         made[f"W {name}"] = partial(product, (n, k, m), E5M2, torch.float32, 1, False, False)
+    logits, dx = (torch.zeros(m, n, dtype=torch.bfloat16, device="cuda") for n in (VOCAB, h))
+    made["F head"] = lambda: Product(logits, new(m, h), new(VOCAB, h), {})
+    made["I head"] = lambda: Product(dx, new(m, VOCAB), new(VOCAB, h).t(), {})
     out = torch.zeros(VOCAB, h, device="cuda")
     made["W head"] = lambda: Product(out, new(m, VOCAB).t(), new(m, h).t(), {}, 1)
     return made

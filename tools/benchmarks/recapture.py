@@ -1,0 +1,103 @@
+"""Seconds to capture a large stage, as a restart does: assembled, warm-up and transaction included, weights read or not.
+
+The stage is 32 layers of 4096 by default, on one GPU, with its optimizer (moments in bfloat16, so that it fits). Weights are left as
+allocated (zeros): a capture takes down launches and addresses, whatever the values are.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from qeffect_lm.app import assemble as assembling
+from qeffect_lm.config import Config
+from qeffect_lm.data.loader import StepBatch
+
+MICROBATCHES = 4
+
+
+@dataclass(frozen=True)
+class StageSize:
+    """A stage's sizes; ``tokens`` are one sequence, a microbatch."""
+
+    hidden: int = 4096
+    layers: int = 32
+    tokens: int = 1024
+
+    def config(self, scope: str, schedule: str) -> Config:
+        return Config.from_dict(
+            {
+                "run": {"name": "recapture", "device": "cuda"},
+                "model": {
+                    "vocab_size": 1024,
+                    "hidden_size": self.hidden,
+                    "num_layers": self.layers,
+                    "num_heads": self.hidden // 128,
+                    "num_kv_heads": self.hidden // 128,
+                    "ffn_size": self.hidden * 11 // 4,
+                },
+                "precision": {"dtype": "bfloat16", "fp8": {"recipe": "delayed", "history": 16}},
+                "pipeline": {"schedule": schedule, "microbatches": MICROBATCHES},
+                "graphs": {"backend": "cuda_graphs", "scope": scope},
+                "optim": {"moments": "bfloat16"},
+                "data": {"seq_len": self.tokens, "microbatch_size": 1},
+                "train": {"steps": 1},
+            }
+        )
+
+
+def batch(size: StageSize) -> StepBatch:
+    """Made-up tokens of one step."""
+    shape = (MICROBATCHES, 1, size.tokens)
+    tokens = torch.randint(0, 1024, (*shape[:2], shape[2] + 1), generator=torch.Generator().manual_seed(0))
+    ids = torch.zeros(shape[:2], dtype=torch.int64)
+    return StepBatch(tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous(), torch.ones(shape), ids, tokens.numel())
+
+
+def measure(size: StageSize, scope: str, schedule: str) -> dict[str, Any]:
+    """Assemble, capture twice (the second one in a warm process), one step; seconds of each."""
+    torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    with mock.patch.object(assembling, "_initialise", lambda flat, specs, seed: None):
+        assembly = assembling.assemble(size.config(scope, schedule))
+    assembly.rebuild_caches()
+    torch.cuda.synchronize()
+    row: dict[str, Any] = {"scope": scope, "schedule": schedule, "assemble_s": time.perf_counter() - began}
+    for name in ("first_capture_s", "second_capture_s"):
+        began = time.perf_counter()
+        assembly.capture()
+        torch.cuda.synchronize()
+        row[name] = time.perf_counter() - began
+    captured = assembly.engine.captured
+    assert captured is not None
+    row["graphs"], row["pool_gib"] = len(captured.graphs()), captured.bytes() / 2**30
+    began = time.perf_counter()
+    assembly.engine.step(0, batch(size))
+    torch.cuda.synchronize()
+    row["first_step_s"] = time.perf_counter() - began
+    row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    del captured
+    assembly.release()
+    del assembly
+    gc.collect()
+    torch.cuda.empty_cache()
+    return row
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    head = f"{'scope':8} {'schedule':8} {'assemble s':>10} {'capture s':>10} {'again s':>8} {'step s':>7} {'graphs':>6} {'GiB':>7}"
+    return "\n".join(
+        [
+            head,
+            *(
+                f"{row['scope']:8} {row['schedule']:8} {row['assemble_s']:>10.2f} {row['first_capture_s']:>10.2f} "
+                f"{row['second_capture_s']:>8.2f} {row['first_step_s']:>7.2f} {row['graphs']:>6} {row['peak_gib']:>7.1f}"
+                for row in rows
+            ),
+        ]
+    )
