@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import torch
 
 from pipeline.actions import Action, Kind
-from pipeline.engine import Captured, Engine
+from pipeline.captured import Captured
+from pipeline.engine import Engine
 from pipeline.epochs import check_commits
 from pipeline.plan import GraphKey
 from pipeline.program import COLLECTIVE
@@ -74,6 +75,7 @@ def capture_step(
                 engine.finish()
             else:
                 engine.settle()
+                engine.join_reductions()
 
         marks = GraphMarks()
         with ledger.recording(checked=True), engine.rehearsal(backend.across):
@@ -123,6 +125,8 @@ def _preparing(engine: Engine, backend: GraphBackend, register: HiddenStateRegis
 def _installed(engine: Engine, captured: Captured) -> Captured:
     engine.captured = captured
     engine.ledger.captured(len(captured.graphs()))
+    if engine.divisor.is_cuda:
+        torch.cuda.empty_cache()  # what checksums were made in
     return captured
 
 
@@ -154,12 +158,18 @@ def _warm_up(engine: Engine) -> None:
                 pieces.pop("refresh")()
             for piece in pieces.values():
                 piece()
+    if engine.divisor.is_cuda:  # the graphs' pools cannot use what this and calibration leave in the allocator's cache
+        torch.cuda.synchronize(engine.divisor.device)
+        torch.cuda.empty_cache()
 
 
 def _connect(engine: Engine) -> None:
     """Every collective of a step's end, once: NCCL connects at the first use, which a capture refuses. All ranks call it."""
     engine.streams.synchronize_all()  # a gather would take back the veto under which the rehearsed optimizer still runs
     with engine.computing(), engine.streams.current(COLLECTIVE):
+        if engine.end.replicated:
+            for chunk in engine.stages:
+                engine.end.reduce_gradients_(chunk)
         for work in (engine.end.reduce_, engine.end.gather_loss_, engine.end.gather_, engine.end.share_):
             work()
     engine.streams.synchronize_all()

@@ -43,11 +43,18 @@ class Effects:
         placement: which rank holds which chunk.
         rank: the rank.
         i_slots, w_slots: (chunk, microbatch) → slot.
+        replicas: there are some: the gradients of a chunk are reduced as soon as they are there, and not by REDUCE.
     """
 
     def __init__(
-        self, placement: Placement, rank: int, i_slots: Mapping[Key, int], w_slots: Mapping[Key, int]
+        self,
+        placement: Placement,
+        rank: int,
+        i_slots: Mapping[Key, int],
+        w_slots: Mapping[Key, int],
+        replicas: bool = False,
     ) -> None:
+        self._replicas = replicas
         self._placement, self._chunks = placement, placement.chunks(rank)
         self._i, self._w = i_slots, w_slots
         self._made: dict[tuple, Op] = {}
@@ -61,7 +68,7 @@ class Effects:
         return op
 
     def _make(self, work: str, chunk: int | None, microbatch: int | None, stream: str) -> Op:
-        if work in ("GATHER", "REDUCE", "REDUCE_F", "REDUCE_I"):
+        if work in ("GATHER", "REDUCE", "REDUCE_F", "REDUCE_I", "REDUCE_G"):
             stream, scratch = COLLECTIVE, False
         elif work.startswith(("SEND", "RECV")):
             stream, scratch = work.lower().replace("_f", "_F").replace("_b", "_B"), False
@@ -103,6 +110,8 @@ class Effects:
             return (*reads, *retained, *_weights("backward"), *grads, *dx)
         if work == "W":
             return (("retained_W", chunk, w), READ), (("grads_W", chunk), WRITE)
+        if work == "REDUCE_G":
+            return (("grads_W", chunk), WRITE), (("grads_I", chunk), WRITE)
         if work in ("REDUCE_F", "REDUCE_I"):
             return ((f"amax_{_SCALES[work[-1]]}", WRITE),)  # read, exchanged, written back: it does not commute with a merge
         if work in ("COMMIT_F", "COMMIT_I"):
@@ -124,11 +133,12 @@ class Effects:
     def _of_rank(self, work: str) -> BufferAccesses:
         # W's gradients and those that I finishes are of different parameters.
         names: list[Buffer] = [(part, chunk) for chunk in self._chunks for part in ("grads_W", "grads_I")]
+        reduced = () if self._replicas else names
         both = "amax_forward", "amax_backward"
         table: dict[str, BufferAccesses] = {
             "DIVISOR": (("divisor", WRITE),),
             "SUM": (("losses", READ), *((amax, READ) for amax in both), ("row", WRITE)),
-            "REDUCE": (*((name, WRITE) for name in names), *((amax, WRITE) for amax in both), ("row", WRITE)),
+            "REDUCE": (*((name, WRITE) for name in reduced), *((amax, WRITE) for amax in both), ("row", WRITE)),
             "NORM": (*((name, READ) for name in names), ("row", WRITE)),
             "GATHER": (("row", READ), ("rows", WRITE)),
             "STEP": (
@@ -148,35 +158,43 @@ def _weights(direction: str) -> BufferAccesses:
     return ("parameters", READ), ("caches", READ), (f"scales_{direction}", READ)
 
 
-def program(plan: Plan, caches: bool = True) -> Program:
+def last_writers(actions: Sequence[Action]) -> dict[Action, int]:
+    """The action that completes the gradients of a chunk → the chunk."""
+    last = {action.chunk: action for action in actions if action.kind in (Kind.I, Kind.W) and action.chunk is not None}
+    return {action: chunk for chunk, action in last.items()}
+
+
+def program(plan: Plan, caches: bool = True, replicas: bool = False) -> Program:
     """The engine's program of a plan: every operation of one step, on all ranks.
 
     Args:
         plan: of I and W; its B must have been split.
         caches: False where no weight is kept in FP8, so that none is refreshed.
+        replicas: whether there are data-parallel replicas to reduce gradients over.
 
     Raises:
         UsageError: it holds a B.
     """
-    rows = tuple(rank_program(plan, rank, caches) for rank in range(plan.num_ranks))
+    rows = tuple(rank_program(plan, rank, caches, replicas) for rank in range(plan.num_ranks))
     return Program(plan.schedule, plan.placement, plan.microbatches, plan.window, rows, plan.allow_unordered)
 
 
-def rank_program(plan: Plan, rank: int, caches: bool = True) -> tuple[Op, ...]:
+def rank_program(plan: Plan, rank: int, caches: bool = True, replicas: bool = False) -> tuple[Op, ...]:
     """One rank's part of :func:`program`."""
     if any(action.kind is Kind.B for action in plan.actions[rank]):
         raise UsageError("the engine runs I and W, this plan holds B: split it first")
-    return _Row(plan, rank).write(plan.actions[rank], caches)
+    return _Row(plan, rank, replicas).write(plan.actions[rank], caches)
 
 
 class _Row:
     """One rank's program while it is written; mirrors :mod:`pipeline.engine`, action by action."""
 
-    def __init__(self, plan: Plan, rank: int) -> None:
+    def __init__(self, plan: Plan, rank: int, replicas: bool) -> None:
         self._plan, self._placement = plan, plan.placement
+        self._completes = last_writers(plan.actions[rank]) if replicas else {}
         self._slots = plan.slots[rank]
         self._chunks = set(plan.placement.chunks(rank))
-        self._effects = Effects(plan.placement, rank, self._slots.i_slots.index, self._slots.w_slots.index)
+        self._effects = Effects(plan.placement, rank, self._slots.i_slots.index, self._slots.w_slots.index, replicas)
         self._ops: list[Op] = []
         self._events = 0
         self._pending: dict[tuple[str, int, int], tuple[Op, int]] = {}
@@ -190,6 +208,9 @@ class _Row:
         handlers |= {Kind.REDUCE: self._reduce, Kind.STEP: self._step} | dict.fromkeys(SENDS | RECEIVES, self._transfer)
         for action in actions:
             handlers[action.kind](action)
+            if action in self._completes:
+                self._edge(COMPUTE, COLLECTIVE)
+                self._launch("REDUCE_G", *action.key)
         if caches:
             self._launch("REFRESH", epoch=self._epochs["F"], version=1)
         self._settle()

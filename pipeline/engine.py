@@ -17,14 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from pipeline.actions import Action, Kind
 from pipeline.batch import StepBuffers, StepInput
-from pipeline.effects import Effects
+from pipeline.captured import Captured
+from pipeline.effects import Effects, last_writers
 from pipeline.epochs import check_commits, commits_before
 from pipeline.p2p import Pending, Transport
 from pipeline.plan import GraphKey, Plan
@@ -38,12 +39,11 @@ from qeffect_lm.contract.real_streams import BoundEvent, RealStreams
 from qeffect_lm.contract.timeline import Begun, Direction
 from qeffect_lm.errors import QEffectError
 from qeffect_lm.fp8.cache import LAYOUTS, WeightCache
-from qeffect_lm.graphs.backend import Graph
 from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.runtime.watchdog import CompletionWatchdog
 
 if TYPE_CHECKING:
-    from pipeline.step_graph import StepGraph
+    pass
 
 
 class Watch(Protocol):
@@ -67,33 +67,6 @@ class _Transfer:
     def wait(self) -> None:
         assert self.pending is not None
         self.pending.wait()
-
-
-@dataclass
-class Captured:
-    """The graphs of a rank: one per :class:`GraphKey`, and the step's end by name; or ``step``, one graph of them all, beside
-    the end's where the optimizer stays outside of it."""
-
-    actions: dict[GraphKey, tuple[Graph, Summary]] = field(default_factory=dict)
-    end: dict[str, Graph] = field(default_factory=dict)
-    retained: dict[tuple[int, int, int], list[torch.Tensor]] = field(default_factory=dict)  # by (chunk, I-slot, W-slot)
-    check_addresses: Callable[[], None] = lambda: None  # raises CaptureError where a graph would read an old storage
-    step: StepGraph | None = None
-
-    def graphs(self) -> list[Graph]:
-        whole = [] if self.step is None else [self.step.graph]
-        return [*whole, *(graph for graph, _ in self.actions.values()), *self.end.values()]
-
-    def bytes(self) -> int:
-        return sum(graph.pool_bytes for graph in self.graphs())
-
-    def release(self) -> None:
-        """Destroy the graphs: before the communicators that they hold, and before others are captured in their place."""
-        graphs = self.graphs()
-        for graph in graphs:
-            graph.reset()
-        if any(graph.pool_bytes for graph in graphs) and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # only then do the pools' segments go back; each capture would else add its own
 
 
 class Engine:
@@ -129,7 +102,9 @@ class Engine:
         self.rank = mesh.coord("pp")
         self.actions = plan.actions[self.rank]
         self._slots = plan.slots[self.rank]
-        self._effects = Effects(plan.placement, self.rank, self._slots.i_slots.index, self._slots.w_slots.index)
+        index = self._slots.i_slots.index, self._slots.w_slots.index
+        self._effects = Effects(plan.placement, self.rank, *index, replicas=end.replicated)
+        self._completes = last_writers(self.actions) if end.replicated else {}
         self.captured: Captured | None = None
         self.watch: Watch | None = None
         self.watchdog: CompletionWatchdog | None = None
@@ -206,6 +181,8 @@ class Engine:
         """Run some of the plan's actions, in order."""
         for action in actions:
             self._handlers[action.kind](action)
+            if action in self._completes:
+                self._reduce_chunk(action)
 
     def finish(self) -> None:
         """What follows a step's last action."""
@@ -466,6 +443,22 @@ class Engine:
         self._transport.send(result, self.plan.placement.ranks[target], direction, chunk, microbatch).wait()
 
     # ---- the step's end ----------------------------------------------------------------------------------------
+
+    def _reduce_chunk(self, action: Action) -> None:
+        """Replicas: the gradients of a chunk, right after their last writer; beside the work that other chunks have left."""
+        stage = self.stages[action.key[0]]
+        if self.ledger.checks:
+            self.ledger.grads.zero_empty_(stage.gradients)
+            self.ledger.grads.close(stage.gradients, self.plan.microbatches)
+        self._edge(self.compute_stream(), COLLECTIVE)
+        self._launch("REDUCE_G", *action.key)
+        with self.streams.current(COLLECTIVE):
+            self.across(lambda: self.end.reduce_gradients_(stage.index))
+
+    def join_reductions(self) -> None:
+        """Compute waits for the gradients' reductions: where a graph ends before REDUCE."""
+        if self._completes:
+            self._edge(COLLECTIVE, self.compute_stream())
 
     def _reduce(self, action: Action) -> None:
         self.settle()

@@ -104,7 +104,8 @@ class RankCheck:
         self._rank, self._placement, self._microbatches, self._window = rank, placement, microbatches, window
         self._chunks = self._placement.chunks(rank)
         self._last = self._placement.num_chunks - 1
-        self._shapes = Effects(self._placement, rank, _AnySlot(), _AnySlot())
+        self._early = any(op.work == "REDUCE_G" for op in row)
+        self._shapes = Effects(self._placement, rank, _AnySlot(), _AnySlot(), self._early)
         self._required: dict[tuple[str, int | None], frozenset] = {}
         # Equal lists of accesses are one object, so that what is known of one is known of all: there are few, one for each work
         # and place, and many operations.
@@ -120,6 +121,7 @@ class RankCheck:
         self._transfers: dict[tuple[str, int, int], bool] = {}  # posted → completed
         self._reduced: dict[str, tuple[int, int] | None] = {}  # window microbatch: whose amax were merged over replicas
         self._losses: set[int] = set()
+        self._closed: set[int] = set()  # chunks whose gradients were reduced over replicas
         self._summaries: dict[tuple[str, int, int | None], Summary] = {}
         self._unordered = unordered
         self._newest: dict[tuple[str, int], int] = {}  # of F, I and W of a chunk, the last microbatch
@@ -403,8 +405,15 @@ class RankCheck:
         ledger, work = self._ledger, op.work
         if work == "LOSS":
             self._losses.add(op.key[1])
+        elif work == "REDUCE_G":
+            ledger.grads.close((f"{op.key[0]}.weight", f"{op.key[0]}.norm"), self._microbatches)
+            self._closed.add(op.key[0])
         elif work == "REDUCE":  # which already must have them all; from here on none may be written
             ledger.grads.check_complete(self._microbatches)
+            left = sorted(set(self._chunks) - self._closed) if self._early else []
+            if left:
+                raise GradSlotError(f"the gradients of chunk {left[0]} are complete and not reduced over replicas")
+            self._closed.clear()
         elif work == "SUM" and self._last in self._chunks and len(self._losses) != self._microbatches:
             raise GradSlotError(f"losses are summed when {len(self._losses)} of {self._microbatches} are there")
         elif work == "STEP":

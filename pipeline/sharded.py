@@ -39,15 +39,16 @@ class ShardExchange:
         most = max([bucket.sizes[self._rank] for bucket in self.buckets], default=0)
         self.received = torch.zeros(len(self._peers) * most, dtype=self._grads.dtype, device=flat.device)
 
-    def reduce_(self) -> None:
-        """Sum every bucket over the replicas. Afterwards this rank's pieces hold the sums; the rest means nothing.
+    def reduce_(self, chunk: int) -> None:
+        """Sum a chunk's buckets over the replicas. Afterwards this rank's pieces hold the sums; the rest means nothing.
 
         Raises:
             PeerLostError: a replica was lost.
         """
         for number, bucket in enumerate(self.buckets):
-            with naming(self._others, f"the reduction of gradient bucket {number} over dp"):
-                self._reduce(bucket)
+            if bucket.group == chunk:
+                with naming(self._others, f"the reduction of gradient bucket {number} over dp"):
+                    self._reduce(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
         ranks, size = len(self._peers), bucket.sizes[self._rank]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from qeffect_lm.contract.ledger import Scope
-from qeffect_lm.layers.base import autograd_parameters, split_layers
+from qeffect_lm.layers.base import autograd_parameters, named_parameters, split_layers
 from qeffect_lm.layers.context import LayerContext, Phase
 
 
@@ -90,7 +90,13 @@ class Stage:
         self._split = split_layers(chunk)
         self._cheap = list(autograd_parameters(chunk))
         self._main_grads = main_grads
+        self._gradients = tuple(name for name, parameter in named_parameters(chunk) if parameter.requires_grad)
         self.slots = [self.make_slot() for _ in range(i_slots)]
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """Names of the parameters whose gradients this chunk makes."""
+        return self._gradients
 
     def activation(self) -> torch.Tensor:
         """A new buffer for what goes over the stage's border."""

@@ -81,14 +81,24 @@ class StepEnd:
 
     # ---- between graphs: what crosses ranks --------------------------------------------------------------------
 
-    def reduce_(self) -> None:
-        """Sum main gradients and max-merge open amax slots over dp, on our own buffers."""
-        group = self._mesh.group("dp")
+    @property
+    def replicated(self) -> bool:
+        """Whether there are replicas to reduce gradients over."""
+        return self._mesh.group("dp") is not None
+
+    def reduce_gradients_(self, chunk: int) -> None:
+        """Sum a chunk's main gradients over dp, on our own buffers."""
         if self._exchange is not None:
-            self._exchange.reduce_()
-        elif group is not None:
-            with naming(self._others("dp"), "the reduction of gradients over dp"):
-                dist.all_reduce(self._flat.grad_buffer, group=group)
+            self._exchange.reduce_(chunk)
+            return
+        group = self._mesh.group("dp")
+        assert group is not None, "only replicas reduce"
+        with naming(self._others("dp"), f"the reduction of chunk {chunk}'s gradients over dp"):
+            for start, stop in self._flat.ranges(chunk):
+                dist.all_reduce(self._flat.grad_buffer[start:stop], group=group)
+
+    def reduce_(self) -> None:
+        """What is reduced at the step's end: open amax slots, max-merged over dp and tp."""
         self.reduce_amax_()
 
     def reduce_amax_(self, directions: Iterable[Direction] = tuple(Direction)) -> None:

@@ -137,6 +137,8 @@ def _before(engine: Engine, op: Op) -> None:
         directions = {"": tuple(Direction), "F": (Direction.FORWARD,), "I": (Direction.BACKWARD,)}[detail]
         assert op.epoch is not None
         ledger.commit(engine.first_epochs[directions[0]] + op.epoch, directions, op.who)
+    elif op.work == "REDUCE_G" and ledger.checks:
+        ledger.grads.close(engine.stages[op.key[0]].gradients, engine.plan.microbatches)
     elif op.work == "NORM" and ledger.checks:
         ledger.grads.check_complete(engine.plan.microbatches)
 
@@ -170,7 +172,7 @@ def make(engine: Engine, graph: Graph, optimizer: bool, marks: Sequence[Mark] = 
     assert engine.summaries is not None
     place = cut(engine.actions, optimizer)
     inside, rest = engine.actions[:place], engine.actions[place:]
-    program = rank_program(engine.plan, engine.rank, caches=bool(engine.cache.names))
+    program = rank_program(engine.plan, engine.rank, bool(engine.cache.names), engine.end.replicated)
     if rest:
         end = next(place for place, op in enumerate(program) if op.work == "SUM")
         program = program[:end]

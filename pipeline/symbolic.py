@@ -222,7 +222,7 @@ class Simulator:
         if kind.startswith("scales"):
             return self._rolled(dict(before), old.get(f"amax_{kind[7:]}"), old.get("skip"))  # type: ignore[call-overload]
         if kind.startswith("grads"):
-            if work == "REDUCE":
+            if work in ("REDUCE", "REDUCE_G"):
                 return (self._term("reduced", before),)
             part = self._term(work, op.chunk, name, reads)
             return (*before, part) if op.beta else (part,)  # type: ignore[misc]

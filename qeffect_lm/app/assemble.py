@@ -252,7 +252,8 @@ def assemble(
     mesh = mesh or Mesh({"pp": config.parallel.pp, "dp": config.parallel.dp})
     plan = plan or make_plan(config)
     if config.contract.mode != "off":
-        prove_rank(plan, mesh.coord("pp"))  # all ranks together prove the plan, before anything is allocated
+        # All ranks together prove the plan, before anything is allocated.
+        prove_rank(plan, mesh.coord("pp"), replicas=mesh.group("dp") is not None)
     dtype = DTYPES[config.precision.dtype]
     recipe = make_recipe(config)
     model = build_model(config, recipe, dtype)
@@ -347,7 +348,7 @@ def _flat_storages(
 ) -> FlatBuffers:
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     params = []
-    for chunk in chunks.values():
+    for index, chunk in chunks.items():
         for name, parameter in named_parameters(chunk):
             if name not in specs:
                 raise UsageError(
@@ -357,7 +358,7 @@ def _flat_storages(
             spec = specs[name]
             axes = tuple(None for _ in spec.shape)  # what the mesh cuts here; spec.axes says what it may cut
             decay = optimizers.decays(config, spec)
-            params.append(ParamSpec(name, spec.shape, decay, axes, trainable=parameter.requires_grad))
+            params.append(ParamSpec(name, spec.shape, decay, axes, trainable=parameter.requires_grad, group=index))
     low = optimizers.moment_dtype(config)
     return FlatBuffers(
         params, master_dtype=wide, param_dtype=dtype, grad_dtype=wide, moment_dtype=low, device=device, shard=shard

@@ -34,6 +34,7 @@ class GradSlots:
         self._overlaps: dict[tuple[str, ...], set[tuple[str, ...]]] = {}  # a group → other groups that share a slot
         self._singles = False  # somebody wrote one slot by itself in this step
         self._zeroed: set[str] = set()
+        self._closed: set[str] = set()  # reduced over replicas before the step's end
         self._read = False  # the optimizer has taken this step's gradient
 
     def begin_step(self) -> None:
@@ -41,6 +42,7 @@ class GradSlots:
             self._writes[name] = self._reports[name] = 0
         self._group_writes.clear()
         self._zeroed.clear()
+        self._closed.clear()
         self._singles = self._read = False
 
     def _count(self, name: str) -> int:
@@ -65,7 +67,7 @@ class GradSlots:
         if others is None:
             others = self._learn(names)
         written = self._group_writes.get(names, 0)
-        if self._read or others is None:
+        if self._read or others is None or not self._closed.isdisjoint(names):
             known = False
         elif beta:
             known = written > 0  # every name has this group's own writes
@@ -104,9 +106,10 @@ class GradSlots:
     def _check(self, name: str, beta: int, count: int, microbatch: int | None) -> None:
         if name not in self.slots:
             raise GradSlotError(f"no gradient slot was declared for {name!r}", layer=name, microbatch=microbatch)
-        if self._read:
+        if self._read or name in self._closed:
+            late = "the optimizer" if self._read else "its reduction over replicas"
             raise GradSlotError(
-                f"writer {count + 1} of {name!r} comes after the optimizer: its part would be lost",
+                f"writer {count + 1} of {name!r} comes after {late}: its part would be lost",
                 layer=name,
                 microbatch=microbatch,
                 writers=count,
@@ -135,27 +138,43 @@ class GradSlots:
         """
         if self._read:
             raise GradSlotError("the optimizer would step a second time on one gradient", expected=expected)
+        self._check_counts(self.slots, expected, "the optimizer would step on")
+        self._read = True
+
+    def close(self, names: Iterable[str], expected: int) -> None:
+        """Before ``names`` are reduced over replicas, while others are still written: they are complete, and stay as they are.
+
+        Raises:
+            GradSlotError: as :meth:`check_complete`; or a name was closed before.
+        """
+        names = tuple(names)
+        again = next((name for name in names if self._read or name in self._closed), None)
+        if again is not None:
+            raise GradSlotError(f"{again!r} would be reduced over replicas a second time", layer=again)
+        self._check_counts(names, expected, "replicas would reduce")
+        self._closed.update(names)
+
+    def _check_counts(self, names: Iterable[str], expected: int, what: str) -> None:
         grouped: dict[str, int] = dict.fromkeys(self.slots, 0)
-        for names, times in self._group_writes.items():
-            for name in names:
+        for group, times in self._group_writes.items():
+            for name in group:
                 grouped[name] += times
-        for name in self.slots:
+        for name in names:
             count = self._writes[name] + grouped[name] + self._reports[name]
             if count != expected:
                 raise GradSlotError(
-                    f"the optimizer would step on {name!r} with {count} of {expected} contributions",
+                    f"{what} {name!r} with {count} of {expected} contributions",
                     layer=name,
                     writers=count,
                     expected=expected,
                 )
             if not self._writes[name] and not grouped[name] and name not in self._zeroed:
                 raise GradSlotError(f"nobody wrote or zeroed {name!r}: it holds the previous step's gradient", layer=name)
-        self._read = True
 
-    def zero_empty_(self) -> Sequence[str]:
-        """Zero the slots that got only EMPTYs; returns their names."""
-        written = {name for names in self._group_writes for name in names}
-        idle = [name for name in self.slots if not self._writes[name] and name not in written]
+    def zero_empty_(self, names: Iterable[str] | None = None) -> Sequence[str]:
+        """Zero the slots, of ``names`` or of all, that got only EMPTYs; returns their names."""
+        written = {name for group in self._group_writes for name in group} | self._closed
+        idle = [name for name in names or self.slots if not self._writes[name] and name not in written]
         for name in idle:
             self.slots[name].view.zero_()
         self._zeroed.update(idle)

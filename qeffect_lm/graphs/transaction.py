@@ -26,7 +26,7 @@ from qeffect_lm.runtime.rng import restore_generators, save_generators
 _HOST_STATE: dict[str, tuple[str, ...]] = {
     "timeline": ("epochs", "commits", "_readers", "_reported", "_contributed", "_window_open"),
     "versions": ("versions", "caches", "casts", "_stale", "_epochs", "_present", "refreshes"),
-    "grads": ("_writes", "_reports", "_group_writes", "_singles", "_zeroed", "_read"),
+    "grads": ("_writes", "_reports", "_group_writes", "_singles", "_zeroed", "_closed", "_read"),
     "leases": ("step", "_slots"),
 }
 
@@ -36,7 +36,7 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
 
 
-_CHUNK = 1 << 24  # 8-byte words that are summed at once
+_CHUNK = 1 << 22  # 8-byte words that are summed at once: with its temporaries 100 MiB
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 BLOCK = 65_536
 """Elements per block of the norm, and the grain of buckets and shards. A change changes the norm, and so all results."""
@@ -22,12 +22,14 @@ BLOCK = 65_536
 
 @dataclass(frozen=True)
 class Span:
-    """One parameter in the flat storage: ``offset`` and ``numel`` in elements."""
+    """One parameter in the flat storage: ``offset`` and ``numel`` in elements; ``group``: what completes its gradient (a
+    pipeline chunk). A bucket holds parameters of one group."""
 
     name: str
     offset: int
     numel: int
     trainable: bool
+    group: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Bucket:
     cuts: tuple[int, ...]
     names: tuple[str, ...]
     trainable: bool
+    group: int = 0
 
     @property
     def start(self) -> int:
@@ -118,13 +121,22 @@ def plan_buckets(spans: Sequence[Span], ends: tuple[int, int], ranks: int, limit
     loads = [0] * ranks
     buckets: list[Bucket] = []
     for trainable, end in ((True, ends[0]), (False, ends[1])):
-        blocks = [edge for span in spans if span.trainable == trainable for edge in _edges(span, block)]
-        for run, stop in _runs(blocks, end, limit):
-            edges = [*(edge for edge, _ in run), stop]
-            cuts = _cut(edges, loads)
-            loads = [load + after - before for load, before, after in zip(loads, cuts, cuts[1:], strict=False)]
-            buckets.append(Bucket(tuple(cuts), tuple(dict.fromkeys(name for _, name in run)), trainable))
+        mine = [span for span in spans if span.trainable == trainable]
+        for group, stop in _groups(mine, end):
+            blocks = [edge for span in group for edge in _edges(span, block)]
+            for run, run_stop in _runs(blocks, stop, limit):
+                edges = [*(edge for edge, _ in run), run_stop]
+                cuts = _cut(edges, loads)
+                loads = [load + after - before for load, before, after in zip(loads, cuts, cuts[1:], strict=False)]
+                buckets.append(Bucket(tuple(cuts), tuple(dict.fromkeys(name for _, name in run)), trainable, group[0].group))
     return BucketPlan(tuple(buckets), ranks)
+
+
+def _groups(spans: Sequence[Span], end: int) -> Iterator[tuple[list[Span], int]]:
+    """Neighbours of one group, and where they stop."""
+    runs = [list(run) for _, run in groupby(spans, key=lambda span: span.group)]
+    stops = [*(run[0].offset for run in runs[1:]), end]
+    yield from zip(runs, stops, strict=False)  # no spans: one stop too many
 
 
 def _edges(span: Span, block: int) -> Iterator[tuple[int, str]]:

@@ -34,7 +34,7 @@ class ParamSpec:
     or None; left out, no dimension is cut. ``global_shape`` and ``start`` (first index of this piece per
     dimension) are needed when a dimension is cut. ``decay`` says whether weight decay applies. A parameter
     with ``trainable=False`` is stored and saved, but has no main gradient and no moments and is never
-    updated.
+    updated. ``group`` is the pipeline chunk whose work completes its gradient.
     """
 
     name: str
@@ -44,6 +44,7 @@ class ParamSpec:
     global_shape: tuple[int, ...] | None = None
     start: tuple[int, ...] | None = None
     trainable: bool = True
+    group: int = 0
 
     @property
     def numel(self) -> int:
@@ -165,6 +166,19 @@ class FlatBuffers:
     def whole_masters(self) -> bool:
         """Whether every master is here whole: not where masters are sharded."""
         return self.buckets is None or not self.separate_params
+
+    def ranges(self, group: int) -> list[tuple[int, int]]:
+        """Where the main gradients of a group lie, padding included: ascending ranges of elements, neighbours joined."""
+        starts = [(self.entries[name].offset, self.entries[name].spec.group) for name in self.trainable_names]
+        stops = [start for start, _ in starts[1:]] + [self.grad_buffer.numel()]
+        found: list[tuple[int, int]] = []
+        for (start, owner), stop in zip(starts, stops, strict=True):
+            if owner != group:
+                continue
+            if found and found[-1][1] == start:
+                start = found.pop()[0]
+            found.append((start, stop))
+        return found
 
     def master(self, name: str) -> torch.Tensor:
         """The master values, a live view of the parameter's shape. Raises ValueError where masters are sharded."""
@@ -358,5 +372,5 @@ def layout(specs: Sequence[ParamSpec], itemsizes: Sequence[int]) -> tuple[dict[s
 
 def plan_of(entries: Mapping[str, Entry], bounds: Sequence[int], shard: Shard, itemsize: int) -> BucketPlan:
     """The buckets of a layout; ``itemsize`` is a main gradient's."""
-    spans = [Span(name, e.offset, e.numel, e.segment != "frozen") for name, e in entries.items()]
+    spans = [Span(name, e.offset, e.numel, e.segment != "frozen", e.spec.group) for name, e in entries.items()]
     return plan_buckets(spans, (bounds[2], bounds[3]), shard.ranks, max(1, shard.bucket_bytes // itemsize))

@@ -199,3 +199,41 @@ def passes(call) -> bool:
     except GradSlotError:
         return False
     return True
+
+
+# ---- reduced before the step's end -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["eager", "replay"])
+def test_what_was_reduced_over_replicas_stays_as_it_is(how):
+    """Closing asks for all contributions of its names alone; a later writer of one of them is refused, of another is not."""
+    grads = slots()
+    write(grads, how, NAMES[0], 0)
+    fails(grads.close, NAMES[:1], 2, message="replicas would reduce 'a.weight' with 1 of 2 contributions")
+    write(grads, how, NAMES[0], 1)
+    grads.close(NAMES[:1], 2)
+    fails(grads.close, NAMES[:1], 2, message="would be reduced over replicas a second time")
+    fails(write, grads, how, NAMES[0], 1, message="comes after its reduction over replicas: its part would be lost")
+    for beta in (0, 1):
+        write(grads, how, NAMES[1], beta)
+        write(grads, how, NAMES[2], beta)
+    if how == "replay":
+        fails(grads.write_group, NAMES, 1, message="comes after its reduction over replicas")
+    grads.check_complete(2)
+    fails(grads.close, NAMES[1:2], 2, message="a second time")
+    grads.begin_step()
+    write(grads, how, NAMES[0], 0)
+
+
+def test_idle_producers_are_zeroed_before_their_part_is_reduced():
+    grads = slots()
+    grads.report_empty(NAMES[0])
+    fails(grads.close, NAMES[:1], 1, message="nobody wrote or zeroed 'a.weight'")
+    assert grads.zero_empty_(NAMES[:1]) == [NAMES[0]]
+    assert not grads.slots[NAMES[0]].view.any() and grads.slots[NAMES[1]].view.all()
+    grads.close(NAMES[:1], 1)
+    grads.slots[NAMES[0]].view.fill_(3)  # what replicas sum up to
+    for name in NAMES[1:]:
+        grads.report_empty(name)
+    assert grads.zero_empty_() == [*NAMES[1:]] and grads.slots[NAMES[0]].view.all()
+    grads.check_complete(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -91,3 +92,18 @@ def test_boxes_are_the_range_in_order(shape: tuple[int, ...]) -> None:
 def test_wrong_numbers() -> None:
     with pytest.raises(ValueError, match="positive"):
         plan_buckets([], (0, 0), 0, 10)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_bucket_holds_one_group(seed: int) -> None:
+    """Parameters of two pipeline chunks never share a bucket, so that each chunk's can be reduced by itself; the rest holds."""
+    rng = random.Random(seed)
+    spans, ends = spans_of(*(rng.choice([5, 16, 40, 64]) for _ in range(9)), frozen=1)
+    groups = [0, 0, 1, 1, 2, 0, 0, 1, 2]
+    spans = [replace(span, group=group) for span, group in zip(spans, groups, strict=True)]
+    plan = plan_buckets(spans, ends, 2, 80, block=16)
+    assert plan.buckets[0].start == 0 and plan.buckets[-1].stop == ends[1]
+    assert all(a.stop == b.start for a, b in zip(plan.buckets, plan.buckets[1:], strict=False))
+    of = {span.name: span.group for span in spans}
+    for bucket in plan.buckets:
+        assert {of[name] for name in bucket.names} == {bucket.group}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -109,3 +111,24 @@ def test_stage_without_parameters() -> None:
     assert flat.master_buffer.numel() == 0 and flat.logical_tensors() == []
     flat.gather()
     assert "0 parameters" in flat.table()
+
+
+def test_ranges_of_a_group_tile_the_main_gradients():
+    """Weights lie before norms, so a chunk's gradients are two ranges; one chunk alone has everything in one."""
+    specs = [
+        ParamSpec(f"{chunk}.{name}", shape, name == "w", trainable=name != "f", group=chunk)
+        for chunk in (2, 5)
+        for name, shape in (("w", (70, 3)), ("n", (5,)), ("f", (9,)))
+    ]
+    flat = FlatBuffers(specs)
+    ranges = {chunk: flat.ranges(chunk) for chunk in (2, 5)}
+    assert [len(found) for found in ranges.values()] == [2, 2] and flat.ranges(3) == []
+    edges = sorted(ranges[2] + ranges[5])
+    assert edges[0][0] == 0 and edges[-1][1] == flat.grad_buffer.numel()
+    assert all(a[1] == b[0] for a, b in zip(edges, edges[1:], strict=False))
+    for chunk, found in ranges.items():
+        for name in (f"{chunk}.w", f"{chunk}.n"):
+            entry = flat.entry(name)
+            assert any(start <= entry.offset and entry.offset + entry.numel <= stop for start, stop in found)
+    whole = FlatBuffers([replace(spec, group=0) for spec in specs])
+    assert whole.ranges(0) == [(0, whole.grad_buffer.numel())]

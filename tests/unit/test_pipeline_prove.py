@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.actions import parse_actions
 from pipeline.effects import program
+from pipeline.mutate import effects_mutants, judge
 from pipeline.plan import Plan, build_plan, make_plan
 from pipeline.program import Op, Program, parse_op
 from pipeline.prove import prove, prove_rank
@@ -425,3 +426,58 @@ def test_a_run_proves_its_plan_before_it_begins(monkeypatch):
     assert caught.value.place["action"] == "0F2" and len(seen) == 4
     assemble(config(contract__mode="off"))
     assert len(seen) == 4
+
+
+# ---- replicas --------------------------------------------------------------------------------------------------------
+
+
+def too_early(lines: list[str]) -> list[str]:
+    """The reduction with its edge, before the last writer."""
+    start, stop = at(lines, "launch collective 1REDUCE_G1") - 2, at(lines, "launch collective 1REDUCE_G1") + 1
+    rest = [*lines[:start], *lines[stop:]]
+    place = at(rest, "launch compute 1W1")
+    return [*rest[:place], *lines[start:stop], *rest[place:]]
+
+
+OWN = "launch collective 0REDUCE_G1"
+REPLICAS: dict[str, tuple[Change, str]] = {
+    "before the last writer": (too_early, "with 1 of 2 contributions"),
+    "before its edge": (move("launch collective 1REDUCE_G1", "launch compute 1W1"), "not ordered after 1W0"),
+    "without an edge": (drop("wait collective"), "not ordered after"),
+    "twice": (twice("launch collective 1REDUCE_G1"), "a second time"),
+    "never": (drop("launch collective 1REDUCE_G1"), "the gradients of chunk 1 are complete and not reduced over replicas"),
+    "without its gradients": (sub(OWN, "grads_I.0=write", ""), "must declare that it accesses grads_I.0"),
+    "of a chunk that is elsewhere": (sub(OWN, "0REDUCE_G1", "2REDUCE_G1"), "does not live on rank 0"),
+}
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("window", ["step", "microbatch"])
+def test_replicas_reduce_each_chunk_when_it_is_complete(name, window):
+    plan = build_plan(name, 2, 3, window=window)
+    whole = program(plan, replicas=True)
+    prove(whole)
+    for rank, row in enumerate(whole.rows):
+        prove_rank(plan, rank, replicas=True)
+        works = [op.name for op in row if op.work in ("W", "REDUCE_G")]
+        for chunk in plan.placement.chunks(rank):
+            place = works.index(f"{chunk}REDUCE_G2")
+            assert works[place - 1] == f"{chunk}W2" and not any(work.startswith(f"{chunk}W") for work in works[place:])
+
+
+@pytest.mark.parametrize("which", REPLICAS)
+def test_a_breach_of_the_reduction_over_replicas(which):
+    change, reason = REPLICAS[which]
+    whole = program(LOCAL, replicas=True)
+    prove(whole)
+    with pytest.raises(PlanError, match=reason):
+        prove(whole.with_row(0, map(parse_op, change([str(op) for op in whole.rows[0]]))))
+
+
+def test_no_mutant_of_the_reduction_over_replicas_survives_wrongly():
+    """Every way to break the operations around it, judged by the simulator, which shares no code with the check."""
+    whole = program(LOCAL, replicas=True)
+    mutants = [one for one in effects_mutants(whole) if "REDUCE_G" in one.what]
+    found = judge(whole, mutants)
+    assert len(mutants) > 100 and found.total == len(mutants)
+    assert found.wrong_survivors == [] and found.unplaced == [] and found.wrong.total() > 30

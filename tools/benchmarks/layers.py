@@ -338,24 +338,34 @@ def timed(once: Round, rounds: int) -> float:
     return statistics.median(milliseconds)
 
 
-def busy(once: Round, rounds: int = 3) -> float:
-    """Milliseconds of a round in which any kernel or copy runs."""
+def busy(once: Round, rounds: int = 16) -> float:
+    """Milliseconds of a round in which any kernel or copy runs: of the last quarter of ``rounds``.
+
+    A GPU that rested, as it does while a profiler starts, runs the first rounds at a higher clock than it holds under load, and
+    then a round would seem to wait for longer than it does.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Profiler clears events.*")  # at the end of each cycle: there is one
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(rounds):
                 once()
-            torch.cuda.synchronize()
-    spans = sorted(
+                torch.cuda.synchronize()
+    spans = [
         (event.time_range.start, event.time_range.end)
         for event in profile.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
-    )
+    ]
+    return union_of_last(spans, rounds, rounds // 4) / 1e3 / (rounds // 4)
+
+
+def union_of_last(spans: list[tuple[float, float]], rounds: int, last: int) -> float:
+    """Time covered by the intervals of the ``last`` of equal ``rounds``."""
+    spans = sorted(spans)
     total = end = 0.0
-    for start, stop in spans:
+    for start, stop in spans[len(spans) * (rounds - last) // rounds :]:
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
-    return total / 1e3 / rounds
+    return total
 
 
 def line(row: dict[str, Any]) -> str:

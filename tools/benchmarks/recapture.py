@@ -90,7 +90,8 @@ def measure(size: StageSize, scope: str, schedule: str) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = [f"{'scope':8} {'schedule':8} {'assemble s':>10} {'capture s':>9} {'again s':>7} {'step s':>6} {'graphs':>6} {'GiB':>6}"]
+    head = f"{'scope':8} {'schedule':8} {'assemble s':>10} {'capture s':>9} {'again s':>7} {'step s':>6}"
+    lines = [head + f" {'graphs':>6} {'GiB':>6}"]
     for row in rows:
         lines.append(
             f"{row['scope']:8} {row['schedule']:8} {row['assemble_s']:>10.2f} {row['first_capture_s']:>9.2f} "
