@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from qeffect_lm import __version__
 from qeffect_lm.errors import QEffectError, UsageError
@@ -46,18 +46,24 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None] = print) -> in
 
     apply_before_torch(os.environ, threads=1)
     apply_to_torch(threads=1)
-    rank = int(os.environ.get("RANK", "0"))
-    cells = _run_here(arguments, say if rank == 0 else lambda text: None)
-    if rank == 0 and "WORLD_SIZE" not in os.environ:
-        for row in one_answer(cells):
-            cells.append(row)
-            say(line(row))
-    if rank == 0:
-        passed = sum(cell["ok"] for cell in cells)
-        say(f"{passed} cells equal with a control that differs, {len(cells) - passed} not")
-        if arguments.report is not None:
+    leads = int(os.environ.get("RANK", "0")) == 0
+    cells: list[dict[str, Any]] = []
+
+    def found(cell: dict[str, Any], shown: bool = False) -> None:
+        cells.append(cell)
+        if leads and not shown:
+            say(line(cell))
+        if leads and arguments.report is not None:  # after each: a run that is cut short keeps what it found
             arguments.report.parent.mkdir(parents=True, exist_ok=True)
             arguments.report.write_text(json.dumps(report(arguments.device, cells), indent=1) + "\n")
+
+    _run_here(arguments, found)
+    if leads and "WORLD_SIZE" not in os.environ:
+        for row in one_answer(list(cells)):
+            found(row)
+    if leads:
+        passed = sum(cell["ok"] for cell in cells)
+        say(f"{passed} cells equal with a control that differs, {len(cells) - passed} not")
     return 0 if cells and all(cell["ok"] for cell in cells) else 1
 
 
@@ -108,7 +114,13 @@ def report(device: str, cells: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _run_here(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[dict[str, Any]]:
+class Found(Protocol):
+    """Told of each cell as soon as it is done; ``shown``: its line was printed already."""
+
+    def __call__(self, cell: dict[str, Any], shown: bool = False) -> None: ...
+
+
+def _run_here(arguments: argparse.Namespace, found: Found) -> None:
     import torch
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -119,42 +131,38 @@ def _run_here(arguments: argparse.Namespace, say: Callable[[str], None]) -> list
     if arguments.device == "cuda" and max(stages) > visible:
         raise UsageError(f"--stages {max(stages)}: torch sees {visible} GPUs, and each rank takes one of its own")
     if world > 1:
-        return _ranks(arguments, world, say)
-    cells: list[dict[str, Any]] = []
+        _ranks(arguments, world, found)
+        return
     for pp in stages:
         if pp == 1:
-            cells += _single(arguments, say)
+            _single(arguments, found)
         elif "lockstep" in arguments.part:
-            cells += _under_torchrun(arguments, pp, say)
+            for cell in _under_torchrun(arguments, pp):
+                found(cell, shown=True)
         if "killed" in arguments.part:
-            cells += _killed(arguments, pp, say)
-    return cells
+            _killed(arguments, pp, found)
 
 
-def _single(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def _single(arguments: argparse.Namespace, found: Found) -> None:
     """Lock step and the reference on one device."""
     from checkpoint import SingleProcess
     from qeffect_lm.parallel.mesh import Mesh
     from tools.proofs import double, lockstep
     from tools.proofs.cells import LAYERS, Cell, cells
 
-    found = []
     if "float64" in arguments.part:
         threads = min(16, len(os.sched_getaffinity(0)))
         for number, hidden in enumerate([*arguments.hidden, min(arguments.hidden)]):
             dropout = 0.1 if number == len(arguments.hidden) else 0.0
             cell = Cell("1f1b", "step", hidden, LAYERS.get(hidden, 4), backend=arguments.backend, dropout=dropout)
-            found.append(double.check(cell, arguments.device, threads))
-            say(line(found[-1]))
+            found(double.check(cell, arguments.device, threads))
     if "lockstep" in arguments.part:
         windows = arguments.window or ["step", "microbatch"]
         for cell in cells(1, arguments.hidden, windows, arguments.scope, arguments.backend):
-            found.append(lockstep.check(cell, Mesh({}), SingleProcess(), arguments.device, arguments.steps))
-            say(line(found[-1]))
-    return found
+            found(lockstep.check(cell, Mesh({}), SingleProcess(), arguments.device, arguments.steps))
 
 
-def _ranks(arguments: argparse.Namespace, world: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def _ranks(arguments: argparse.Namespace, world: int, found: Found) -> None:
     """One of several ranks that torchrun started."""
     import torch
     import torch.distributed as dist
@@ -171,15 +179,13 @@ def _ranks(arguments: argparse.Namespace, world: int, say: Callable[[str], None]
     init_process_group(env, "cpu:gloo,cuda:nccl" if arguments.device == "cuda" else "gloo", 120.0)
     mesh = Mesh({"pp": world}, env.rank)
     mesh.create_groups()
-    windows, found = arguments.window or ["step", "microbatch"], []
+    windows = arguments.window or ["step", "microbatch"]
     for cell in cells(world, arguments.hidden, windows, arguments.scope, arguments.backend):
-        found.append(lockstep.check(cell, mesh, GroupCommunicator(), arguments.device, arguments.steps))
-        say(line(found[-1]))
+        found(lockstep.check(cell, mesh, GroupCommunicator(), arguments.device, arguments.steps))
     dist.destroy_process_group()
-    return found
 
 
-def _under_torchrun(arguments: argparse.Namespace, pp: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def _under_torchrun(arguments: argparse.Namespace, pp: int) -> list[dict[str, Any]]:
     """Start the ranks, let them print, and read what they found."""
     with tempfile.TemporaryDirectory(prefix="qeffect-parity-") as folder:
         file = Path(folder) / "cells.json"
@@ -196,7 +202,7 @@ def _under_torchrun(arguments: argparse.Namespace, pp: int, say: Callable[[str],
         return list(json.loads(file.read_text())["cells"])
 
 
-def _killed(arguments: argparse.Namespace, pp: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def _killed(arguments: argparse.Namespace, pp: int, found: Found) -> None:
     from tools.proofs.killed import Job, Runs, check
 
     plans = {"action": (("1f1b", "step", 0.1), ("zb-v", "microbatch", 0.0)), "step": (("zb-v", "step", 0.0),)}
@@ -210,16 +216,13 @@ def _killed(arguments: argparse.Namespace, pp: int, say: Callable[[str], None]) 
     def one(number: int) -> dict[str, Any]:
         return check(jobs[number], Runs(folder / f"{pp}-{number}", arguments.device, arguments.steps))
 
-    found = []
     try:  # side by side on a GPU: most of their time is that of starting processes
         with ThreadPoolExecutor(len(jobs) if arguments.device == "cuda" else 1) as pool:
             for cell in pool.map(one, range(len(jobs))):
-                found.append(cell)
-                say(line(cell))
+                found(cell)
     finally:
         if arguments.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
-    return found
 
 
 def line(cell: dict[str, Any]) -> str:
