@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ class Cell:
 
     def batch(self, step: int) -> StepBatch:
         """Random tokens of the step; in a step of :data:`SKIPS` one token weighs infinitely."""
-        config = self.config("eager", "cpu")
+        config = replace(self, backend="native").config("eager", "cpu")  # for its sizes; te would ask for a GPU
         shape = (MICROBATCHES, config.data.microbatch_size, config.data.seq_len)
         generator = torch.Generator().manual_seed(1000 + step)
         tokens = torch.randint(0, VOCAB, (*shape[:2], shape[2] + 1), generator=generator)
