@@ -14,10 +14,12 @@ Text form: ``<chunk><kind><microbatch>``, as torch.distributed.pipelining writes
 from __future__ import annotations
 
 import csv
+import gc
 import io
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import total_ordering
@@ -114,10 +116,10 @@ class Action:
 
     def __str__(self) -> str:
         if self.chunk is None:
-            return self.kind.value
+            return str(self.kind)
         if self.detail:
-            return f"{self.chunk}{self.kind.value}_{self.detail}{self.microbatch}"
-        return f"{self.chunk}{self.kind.value}{self.microbatch}"
+            return f"{self.chunk}{self.kind}_{self.detail}{self.microbatch}"
+        return f"{self.chunk}{self.kind}{self.microbatch}"
 
     def __lt__(self, other: object) -> bool:
         """By chunk, microbatch, kind (F before I before W …); actions without a chunk come last."""
@@ -159,6 +161,19 @@ _SET_MICROBATCH, _SET_DETAIL = Action.__dict__["microbatch"].__set__, Action.__d
 
 place_of: Callable[[Action], tuple[int, int]] = operator.attrgetter("chunk", "microbatch")
 """:attr:`Action.key` of an action that is known to have one; for loops over all actions of a plan."""
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """While a large plan is made: its million small objects are in no cycle, and Python's collector would look at them again
+    and again, a quarter of the time."""
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
 
 
 def parse_action(text: str) -> Action:

@@ -1,7 +1,8 @@
 """``auto``: a schedule made from measured times and a memory limit.
 
 For each allowed placement all named schedules and a number of other orders (:mod:`pipeline.auto_orders`) are tried,
-those within the limit are timed, and the best are improved by local search (:mod:`pipeline.auto_improve`). The result
+those within the limit are timed, and the best are improved by local search (:mod:`pipeline.auto_improve`); of a large
+problem the other orders are chosen with fewer microbatches (:mod:`pipeline.auto_trial`). The result
 is therefore at least as good, by the cost model of :mod:`pipeline.simulate`, as every named schedule that keeps the
 limit. A lower bound (:mod:`pipeline.auto_exact`) says how far from the best possible it may be at most; for small
 cases an exact search says how far it is.
@@ -12,18 +13,17 @@ sent to the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from math import inf, isfinite
+from math import isfinite
 
+from pipeline.actions import collector_paused
 from pipeline.auto_exact import Exact, lower_bound, search
 from pipeline.auto_improve import improve
-from pipeline.auto_orders import float_weights, greedy
-from pipeline.auto_problem import Order, Problem, fits, from_actions, measure, to_actions
+from pipeline.auto_problem import Problem, from_actions, to_actions
+from pipeline.auto_trial import CHOSEN, KINDS, NAMED, Candidate, Trial, held, shortened, starts
 from pipeline.plan import Plan, make_plan
-from pipeline.schedules import SCHEDULES, Placement, ahead_order
-from pipeline.simulate import peak_activations
+from pipeline.schedules import Placement
 from pipeline.slots import Holding
 from qeffect_lm.errors import UsageError
 from qeffect_lm.units import whole_number
@@ -32,24 +32,10 @@ PerRank = float | Sequence[float]  # one number, or one per rank
 
 SHAPES = ("linear", "interleaved", "v")
 OBJECTIVES = ("span", "makespan")
-PATIENCE = (0.0, 0.5, 1.0)  # see float_weights; tried in this order
 SHARES = (0.5, 0.25, 0.25)  # of the search's effort, for the best orders that differ
 EFFORT = 12_000_000  # operations timed in local search with effort 1
 MOST_TRIES = 8000
 MOST_EXACT = 150  # operations; the search goes as deep as there are
-NAMED, FLOATING, GREEDY = "named", "floating", "greedy"  # where an order comes from
-LARGE = 10_000  # operations above which the first order that is known to be optimal ends the search
-MADE = 3_000_000  # operations in orders made and timed per placement with effort 1 or less; the named ones always are
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """An order within the limit: where it comes from, its problem (placement and times), and its cost."""
-
-    name: str
-    problem: Problem
-    order: Order
-    cost: float
 
 
 @dataclass(frozen=True)
@@ -103,7 +89,8 @@ def auto(
             ``M_B``, the safe assumption.
         shapes: the placements to try: ``linear`` (one chunk per rank), ``interleaved`` and ``v`` (two).
         objective: what is made small: the paper's stage ``span``, or the ``makespan`` (see :mod:`pipeline.simulate`).
-        effort: how long to search; 1 takes seconds up to 32 ranks and 100 microbatches, 0 only tries the orders.
+        effort: how long to search; 1 takes seconds, 0 only tries the orders. Where they are chosen with fewer microbatches,
+            only what is above 1 goes into improving them.
         window, holding: of the plan, see :func:`pipeline.plan.make_plan`.
 
     Raises:
@@ -117,6 +104,7 @@ def auto(
     return solve(problems, effort=effort, window=window, holding=holding)
 
 
+@collector_paused()
 def solve(
     problems: Mapping[str, Problem],
     *,
@@ -136,68 +124,30 @@ def solve(
     Raises:
         UsageError: a limit that no plan can keep.
     """
-    found: list[tuple[float, tuple[int, int], Candidate]] = []
-    named: dict[str, float] = {}
-    wanted = _Wanted(problems.values(), tolerance)
-    guesses = [_Guesses(shape, problem, effort) for shape, problem in problems.items()]
-    for kind in (NAMED, FLOATING, GREEDY):  # the cheapest first: a good order early saves much of the dearer ones
-        for number, mine in enumerate(guesses):
-            for place, name, order in mine.make(kind, wanted):
-                problem = mine.problem
-                fit = all(fits(row, problem, rank) for rank, row in enumerate(order))
-                timing = measure(order, problem) if fit else None
-                if timing is not None:
-                    candidate = Candidate(name, problem, order, timing.cost)
-                    found.append((timing.cost, (number, place), candidate))
-                    wanted.add(candidate)
-                    if kind == NAMED:
-                        named[name] = timing.cost
-    if not found:
+    trial = Trial(problems, effort, tolerance)
+    trial.make(NAMED)  # always, and in full: no plan may be worse
+    made, fewer = 0, shortened(problems)
+    if fewer is not None and tolerance == 0:
+        trial.make_optimal()
+    if fewer is not None and not trial.wanted.settled:
+        short = Trial(fewer, effort, tolerance, keep=CHOSEN)
+        for kind in KINDS:
+            short.make(kind)
+        made = short.made
+        trial.make_these(short.promising())
+    if fewer is None or not trial.found:
+        for kind in KINDS[1:]:
+            trial.make(kind)
+    if not trial.found:
         raise UsageError(_too_small(list(problems.values())))
-    candidates = [candidate for *_, candidate in sorted(found, key=lambda one: one[:2])]
-    best = _improved(candidates, effort)
+    best = _improved(trial.candidates, effort if fewer is None else max(0.0, effort - 1))
     if tolerance > 0:
-        most = min(best.cost * (1 + tolerance), *named.values(), inf)
-        equal = [candidate for candidate in (best, *candidates) if candidate.cost <= most]
-        best = min(equal, key=_held)  # of those that hold as much, the fastest: they are sorted
+        best = min(trial.equal(best), key=held)  # of those that hold as much, the fastest: they are sorted
     bound = min(map(lower_bound, problems.values()))
     compute = to_actions(best.order)
     m = best.problem.microbatches
     plan = make_plan("auto", compute, best.problem.placement, m, window=window, holding=holding)
-    return Auto(plan, best.cost, best.name, best.problem, bound, named, sum(mine.made for mine in guesses))
-
-
-class _Wanted:
-    """Up to which cost an order can still matter, given those found so far; dearer ones need not be completed.
-
-    What matters is the best order, those as good within the tolerance, and those that local search would start from; nothing
-    but the best once that is known to be the optimum.
-    """
-
-    def __init__(self, problems: Iterable[Problem], tolerance: float) -> None:
-        self.problems, self.tolerance = list(problems), tolerance
-        self.optimum = min(lower_bound(problem) + problem.slack for problem in self.problems)
-        self.found: list[Candidate] = []
-        self.most = inf
-        self.settled = False  # nothing can be better, and looking for what rounding makes less is not worth the time
-
-    def add(self, candidate: Candidate) -> None:
-        if candidate.cost <= self.most:
-            self.found.append(candidate)
-            self.found.sort(key=lambda one: one.cost)
-            best = self.found[0].cost
-            starts = [] if best <= self.optimum else _starts(self.found)[: len(SHARES)]
-            last = best if best <= self.optimum else starts[-1].cost if len(starts) == len(SHARES) else inf
-            self.most = max(last, best * (1 + self.tolerance))
-            large = max(problem.operations for problem in self.problems) > LARGE
-            self.settled = large and best <= self.optimum and self.tolerance == 0
-            self.found = [one for one in self.found if one.cost <= self.most]
-
-
-def _held(candidate: Candidate) -> float:
-    """Activation memory of the fullest rank at its peak."""
-    problem = candidate.problem
-    return max(peak_activations(to_actions(candidate.order), problem.m_b, problem.m_w))
+    return Auto(plan, best.cost, best.name, best.problem, bound, trial.named, made + trial.made)
 
 
 def placement_of(shape: str, p: int) -> Placement:
@@ -281,86 +231,14 @@ def _too_small(problems: Sequence[Problem]) -> str:
     return f"no plan found within the memory limit {min(problems[0].limit):g}; raise it"
 
 
-class _Guesses:
-    """The orders of one placement worth timing, best guesses first: the named ones as they are, then with W where it costs
-    least, and greedy ones. ``made`` counts those made, complete or given up; :data:`MADE` limits their number."""
-
-    def __init__(self, shape: str, problem: Problem, effort: float) -> None:
-        self.problem = problem
-        self.most = MADE * max(1.0, effort) / problem.operations
-        p, m = problem.placement.num_ranks, problem.microbatches
-        self._named = {
-            name: from_actions(schedule(p, m)) for name, schedule in SCHEDULES.items() if schedule.shape == shape
-        }
-        self._bases: dict[str, Callable[[], Order]] = {name: partial(self._named.__getitem__, name) for name in self._named}
-        if shape == "linear":
-            for slope in (1.25, 1.5, 1.75, 2, 2.5, 3):
-                self._bases[f"ahead {slope:g}"] = cache(partial(_steeper, problem, slope))
-        self.made = 0
-        self._none: list[int] = []  # places of orders that cannot keep the limit
-
-    def make(self, kind: str, wanted: _Wanted) -> Iterator[tuple[int, str, Order]]:
-        """(its place among all guesses, its name, it) of one kind, without those that cannot matter."""
-        for place, (one, name, guess) in enumerate(self._all(wanted)):
-            if one != kind or (kind != NAMED and (wanted.settled or self._before(place) > self.most)):
-                continue
-            order = guess()
-            if order is None:
-                self._none.append(place)
-                continue
-            self.made += 1
-            if order:
-                yield place, name, order
-
-    def _before(self, place: int) -> int:
-        return place - sum(none < place for none in self._none)
-
-    def _all(self, wanted: _Wanted) -> Iterator[tuple[str, str, Callable[[], Order | None]]]:
-        for name in self._named:
-            yield NAMED, name, self._bases[name]
-        for patience in PATIENCE:
-            for name, base in self._bases.items():
-                yield FLOATING, f"{name}, W by patience {patience:g}", partial(self._floating, base, patience, wanted)
-            for first in ("F", "I", "turns"):
-                yield GREEDY, f"greedy {first}, patience {patience:g}", partial(self._greedy, patience, first, wanted)
-
-    def _floating(self, base: Callable[[], Order], patience: float, wanted: _Wanted) -> Order | None:
-        return float_weights(base(), self.problem, patience, wanted.most)
-
-    def _greedy(self, patience: float, first: str, wanted: _Wanted) -> Order | None:
-        return greedy(self.problem, patience, first, wanted.most)
-
-
-def _steeper(problem: Problem, slope: float) -> Order:
-    """1F1B with ``slope`` times as many F ahead, as far as the limit allows."""
-    p, m = problem.placement.num_ranks, problem.microbatches
-    rows = []
-    for stage in range(p):
-        most = int(problem.room[stage] / problem.m_b[stage]) if problem.m_b[stage] > 0 else m
-        ahead = max(1, min(most, round(slope * (p - stage))))
-        rows.append(ahead_order(stage, m, ahead))
-    return from_actions(rows)
-
-
 def _improved(found: Sequence[Candidate], effort: float) -> Candidate:
     """The best candidate after local search from the best few that differ; as given where it finds nothing."""
     best = found[0]
-    starts = _starts(found)
-    for candidate, share in zip(starts, SHARES, strict=False):
+    for candidate, share in zip(starts(found), SHARES, strict=False):
         if best.cost <= lower_bound(best.problem) + best.problem.slack:
             break
         tries = int(share * min(MOST_TRIES, effort * EFFORT / candidate.problem.operations))
-        order, cost = improve(candidate.order, candidate.problem, tries)
+        order, cost = improve(candidate.order, candidate.problem, tries) if tries else (candidate.order, candidate.cost)
         if cost < best.cost:
             best = Candidate(f"{candidate.name}, improved", candidate.problem, order, cost)
     return best
-
-
-def _starts(found: Sequence[Candidate]) -> list[Candidate]:
-    """Of candidates in the order of their cost those that differ in it, or in their placement."""
-    starts: list[Candidate] = []
-    for candidate in found:
-        slack = candidate.problem.slack
-        if all(abs(candidate.cost - other.cost) > slack or candidate.problem != other.problem for other in starts):
-            starts.append(candidate)
-    return starts

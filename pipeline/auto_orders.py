@@ -52,70 +52,74 @@ class _Clock:
 
         Returns: the order; None if work is left; empty if it costs more than is wanted.
         """
-        events = [(0.0, rank) for rank in range(len(self.order))]
-        slack, free, pop, push = self.problem.slack, self.free, heapq.heappop, heapq.heappush
-        while events:
-            now, rank = pop(events)
-            if free[rank] > now + slack:
+        problem, ranks, order = self.problem, self.problem.placement.ranks, self.order
+        slack, comm, t_f, t_i, t_w = problem.slack, problem.t_comm, problem.t_f, problem.t_i, problem.t_w
+        m_b, m_w, held, free, late, late_done = problem.m_b, problem.m_w, self.held, self.free, self.late, self.late_done
+        count_f, count_i, count_w = (self.count[kind] for kind in "FIW")
+        made_f, made_i, ready_f, ready_i = self.made_f, self.made_i, self.ready_f, self.ready_i
+        idle, allowed, begun, ended = self.idle, self.allowed, self.begun, self.ended
+        last, push, replace = len(ranks) - 1, heapq.heappush, heapq.heappushpop
+        events = [(0.0, rank) for rank in range(len(order))]
+        event = heapq.heappop(events)
+        while True:
+            now, rank = event
+            choice = None if free[rank] > now + slack else choose(rank, now)
+            if not isinstance(choice, tuple):
+                if choice is not None and choice < inf:
+                    event = replace(events, (choice, rank))
+                elif events:
+                    event = heapq.heappop(events)
+                else:
+                    break
                 continue
-            choice = choose(rank, now)
-            if isinstance(choice, tuple):
-                if not self._execute(rank, now, choice, events):
-                    return []
-            elif choice is not None and choice < inf:
-                push(events, (choice, rank))
-        complete = sum(map(len, self.order)) == self.problem.operations
-        return self.order if complete else None
-
-    def _execute(self, rank: int, now: float, operation: Operation, events: list[tuple[float, int]]) -> bool:
-        """Run an operation; False if the order costs too much."""
-        problem, (kind, chunk, microbatch) = self.problem, operation
-        self.order[rank].append(operation)
-        self.count[kind][chunk] += 1
-        start, other = self.ended[rank], None
-        if kind == "F":
-            length = problem.t_f[chunk]
-            self.held[rank] += problem.m_b[chunk]
-            source, made = chunk - 1, self.made_f
-            if chunk + 1 < len(made):
-                other, ready = chunk + 1, self.ready_f
+            kind, chunk, microbatch = choice
+            order[rank].append(choice)
+            start = ended[rank]
+            if kind == "W":
+                length = t_w[chunk]
+                count_w[chunk] += 1
+                held[rank] -= m_w[chunk]
+                late_done[rank] += 1
             else:
-                self.ready_i[chunk][microbatch] = now + length
-        elif kind == "I":
-            length = problem.t_i[chunk]
-            self.held[rank] += problem.m_w[chunk] - problem.m_b[chunk]
-            self.late[rank].append(("W", chunk, microbatch))
-            source, made = chunk + 1, self.made_i
-            if chunk:
-                other, ready = chunk - 1, self.ready_i
-        else:
-            length = problem.t_w[chunk]
-            self.held[rank] -= problem.m_w[chunk]
-            self.late_done[rank] += 1
-        ranks = problem.placement.ranks
-        if kind != "W":
-            if 0 <= source < len(ranks):
-                arrival = made[source][microbatch]
-                if ranks[source] != rank:
-                    arrival += problem.t_comm
-                if arrival > start:
-                    if self.begun[rank]:
-                        self.idle[rank] += arrival - start
-                        if self.idle[rank] > self.allowed[rank]:
-                            return False
-                    start = arrival
-            made[chunk][microbatch] = start + length
-        self.begun[rank] = True
-        self.ended[rank] = start + length
-        end = self.free[rank] = now + length
-        if other is not None:
-            holder = ranks[other]
-            ready[other][microbatch] = end if holder == rank else end + problem.t_comm
-            if holder != rank:  # now it is known when the result will be there: the holder may wait for it
-                heapq.heappush(events, (now, holder))
-                heapq.heappush(events, (ready[other][microbatch], holder))
-        heapq.heappush(events, (end, rank))
-        return True
+                if kind == "F":
+                    length, source, target, made, ready = t_f[chunk], chunk - 1, chunk + 1, made_f, ready_f
+                    count_f[chunk] += 1
+                    held[rank] += m_b[chunk]
+                    if chunk == last:
+                        ready_i[chunk][microbatch] = now + length
+                else:
+                    length, source, target, made, ready = t_i[chunk], chunk + 1, chunk - 1, made_i, ready_i
+                    count_i[chunk] += 1
+                    held[rank] += m_w[chunk] - m_b[chunk]
+                    late[rank].append(("W", chunk, microbatch))
+                if 0 <= source <= last:
+                    arrival = made[source][microbatch]
+                    if ranks[source] != rank:
+                        arrival += comm
+                    if arrival > start:
+                        if begun[rank]:
+                            idle[rank] += arrival - start
+                            if idle[rank] > allowed[rank]:
+                                return []
+                        start = arrival
+                made[chunk][microbatch] = start + length
+                if 0 <= target <= last:
+                    holder = ranks[target]
+                    if holder == rank:
+                        ready[target][microbatch] = now + length
+                    else:  # now it is known when the result will be there: the holder, if not at work till then, may wait
+                        ready[target][microbatch] = at = now + length + comm
+                        busy = free[holder]
+                        if busy <= at + slack:
+                            push(events, (at, holder))
+                            if busy <= now + slack:
+                                push(events, (now, holder))
+            begun[rank] = True
+            ended[rank] = start + length
+            free[rank] = end = now + length
+            event = replace(events, (end, rank))
+        complete = sum(map(len, order)) == problem.operations
+        return order if complete else None
 
 
 def float_weights(order: Order, problem: Problem, patience: float, most: float = inf) -> Order | None:
@@ -131,23 +135,30 @@ def float_weights(order: Order, problem: Problem, patience: float, most: float =
     Returns: an order within the limit, or None if this order of F and I cannot keep it; an empty one if it costs more.
     """
     clock = _Clock(problem, most)
-    todo = [[operation for operation in row if operation[0] != "W"] for row in order]
-    place = [0] * len(todo)
-    slack = problem.slack
+    following = [(operation for operation in row if operation[0] != "W") for row in order]
+    ahead = [next(row, None) for row in following]  # each rank's next F or I
+    slack, m_b, room, held = problem.slack, problem.m_b, problem.room, clock.held
+    ready_f, ready_i, late, late_done = clock.ready_f, clock.ready_i, clock.late, clock.late_done
+    awaited = [patience * time for time in problem.t_w]
 
     def choose(rank: int, now: float) -> Choice:
-        weight = clock.next_weight(rank)
-        if place[rank] == len(todo[rank]):
-            return weight
-        operation = todo[rank][place[rank]]
+        operation, full = ahead[rank], False
+        if operation is None:
+            return clock.next_weight(rank)
         kind, chunk, microbatch = operation
-        at = (clock.ready_f if kind == "F" else clock.ready_i)[chunk][microbatch]
-        full = kind == "F" and clock.held[rank] + problem.m_b[chunk] > problem.room[rank]
+        if kind == "F":
+            at = ready_f[chunk][microbatch]
+            full = held[rank] + m_b[chunk] > room[rank]
+        else:
+            at = ready_i[chunk][microbatch]
         if at <= now + slack and not full:
-            place[rank] += 1
+            ahead[rank] = next(following[rank], None)
             return operation
-        if weight is not None and (full or at - now >= patience * problem.t_w[weight[1]]):
-            return weight
+        waiting, done = late[rank], late_done[rank]
+        if done < len(waiting):
+            weight = waiting[done]
+            if full or at - now >= awaited[weight[1]]:
+                return weight
         return None if full else at
 
     return clock.run(choose)
@@ -169,23 +180,26 @@ def greedy(problem: Problem, patience: float, first: str, most: float = inf) -> 
     """
     clock = _Clock(problem, most)
     last = ["I"] * len(clock.order)
-    done_i = clock.count["I"]
+    done_f, done_i, late, late_done = clock.count["F"], clock.count["I"], clock.late, clock.late_done
+    awaited = [patience * time for time in problem.t_w]
+    ready_forward, ready_backward = _ready_forward(clock), _ready_backward(clock)
 
     def choose(rank: int, now: float) -> Choice:
-        forward, short, soon = _ready_forward(clock, rank, now)
-        backward, later = _ready_backward(clock, rank, now)
-        weight = clock.next_weight(rank)
+        forward, short, soon = ready_forward(rank, now)
+        backward, later = ready_backward(rank, now)
+        waiting, done = late[rank], late_done[rank]
+        weight = waiting[done] if done < len(waiting) else None
         if short and weight is not None and (backward is None or last[rank] == "I"):
             return weight
-        wants_f = first == "F" or (first == "turns" and last[rank] == "I")
-        if forward is not None and (backward is None or wants_f):
+        if forward is not None and (backward is None or first == "F" or (first == "turns" and last[rank] == "I")):
             last[rank] = "F"
-            return "F", forward, clock.count["F"][forward]
+            return "F", forward, done_f[forward]
         if backward is not None:
             last[rank] = "I"
             return "I", backward, done_i[backward]
-        soon = min(soon, later)
-        if weight is not None and soon - now >= patience * problem.t_w[weight[1]]:
+        if later < soon:
+            soon = later
+        if weight is not None and soon - now >= awaited[weight[1]]:
             return weight
         return soon
 
@@ -195,48 +209,54 @@ def greedy(problem: Problem, patience: float, first: str, most: float = inf) -> 
 # Asked at every event of a search that makes dozens of orders of up to a hundred thousand operations: plain loops.
 
 
-def _ready_forward(clock: _Clock, rank: int, now: float) -> tuple[int | None, bool, float]:
-    """(the last chunk whose F may start, whether memory alone keeps another from it, when the next one may)."""
-    problem = clock.problem
-    chunks, done, done_i, m_b = problem.chunks_of[rank], clock.count["F"], clock.count["I"], problem.m_b
-    held, room, latest = clock.held[rank], problem.room[rank], now + problem.slack
-    oldest = problem.microbatches
-    for chunk in chunks:
-        if done_i[chunk] < oldest:
-            oldest = done_i[chunk]
-    reserve = 0.0
-    for chunk in chunks:
-        if done[chunk] <= oldest:
-            reserve += m_b[chunk]
-    best, short, soon = None, False, inf
-    for chunk in reversed(chunks):
-        microbatch = done[chunk]
-        if microbatch == problem.microbatches:
-            continue
-        at = clock.ready_f[chunk][microbatch]
-        kept = reserve - m_b[chunk] if microbatch <= oldest else reserve
-        fits = held + m_b[chunk] + kept <= room
-        if at > latest:
-            if fits and at < soon:
-                soon = at
-        elif not fits:
-            short = True
-        elif best is None:
-            best = chunk
-    return best, short and best is None, soon
+def _ready_forward(clock: _Clock) -> Callable[[int, float], tuple[int | None, bool, float]]:
+    """Of (rank, now): the last chunk whose F may start, whether memory alone keeps another from it, when the next one may."""
+    problem, done, done_i, ready_f, holding = clock.problem, clock.count["F"], clock.count["I"], clock.ready_f, clock.held
+    chunks_of, m_b, rooms, slack, m = problem.chunks_of, problem.m_b, problem.room, problem.slack, problem.microbatches
+    backwards = [chunks[::-1] for chunks in chunks_of]
+
+    def ready(rank: int, now: float) -> tuple[int | None, bool, float]:
+        held, room, oldest, reserve, soon, short = holding[rank], rooms[rank], m, 0.0, inf, False
+        for chunk in chunks_of[rank]:
+            if done_i[chunk] < oldest:
+                oldest = done_i[chunk]
+        for chunk in chunks_of[rank]:
+            if done[chunk] <= oldest:
+                reserve += m_b[chunk]
+        latest = now + slack
+        for chunk in backwards[rank]:
+            microbatch = done[chunk]
+            if microbatch == m:
+                continue
+            at, size = ready_f[chunk][microbatch], m_b[chunk]
+            fits = held + size + (reserve - size if microbatch <= oldest else reserve) <= room
+            if at > latest:
+                if fits and at < soon:
+                    soon = at
+            elif fits:
+                return chunk, False, inf  # when another may is not asked then
+            else:
+                short = True
+        return None, short, soon
+
+    return ready
 
 
-def _ready_backward(clock: _Clock, rank: int, now: float) -> tuple[int | None, float]:
-    """(the chunk whose I may start: the one that is furthest behind, the last of those; when the next one may)."""
-    done, done_i, latest = clock.count["F"], clock.count["I"], now + clock.problem.slack
-    best, fewest, soon = None, 0, inf
-    for chunk in clock.problem.chunks_of[rank]:
-        microbatch = done_i[chunk]
-        if microbatch >= done[chunk]:
-            continue
-        at = clock.ready_i[chunk][microbatch]
-        if at <= latest and (best is None or microbatch <= fewest):
-            best, fewest = chunk, microbatch
-        if now < at < soon:
-            soon = at
-    return best, soon
+def _ready_backward(clock: _Clock) -> Callable[[int, float], tuple[int | None, float]]:
+    """Of (rank, now): the chunk whose I may start, the one furthest behind, the last of those; when the next one may."""
+    done, done_i, ready_i = clock.count["F"], clock.count["I"], clock.ready_i
+    chunks_of, slack = clock.problem.chunks_of, clock.problem.slack
+
+    def ready(rank: int, now: float) -> tuple[int | None, float]:
+        best, fewest, soon = None, 0, inf
+        for chunk in chunks_of[rank]:
+            microbatch = done_i[chunk]
+            if microbatch < done[chunk]:
+                at = ready_i[chunk][microbatch]
+                if at <= now + slack and (best is None or microbatch <= fewest):
+                    best, fewest = chunk, microbatch
+                if now < at < soon:
+                    soon = at
+        return best, soon
+
+    return ready

@@ -16,6 +16,7 @@ from pipeline.schedules import Placement
 Operation = tuple[str, int, int]
 Order = list[list[Operation]]  # one list per rank
 
+_NAME = {kind: kind.value for kind in Kind}
 EPS = 1e-9  # relative slack against rounding in comparisons of times and sizes; times are scaled to their sum
 
 
@@ -82,7 +83,7 @@ class Timing:
 
 def from_actions(compute: Sequence[Sequence[Action]]) -> Order:
     """The operations of F, I, W actions (no B)."""
-    return [[(str(action.kind), *action.key) for action in row] for row in compute]
+    return [[(_NAME[action.kind], action.chunk, action.microbatch) for action in row] for row in compute]  # type: ignore[misc]
 
 
 def to_actions(order: Order) -> list[list[Action]]:

@@ -13,7 +13,6 @@ The two schedules on a V of chunks are in :mod:`pipeline.schedules_v`; the regis
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -24,6 +23,8 @@ from qeffect_lm.errors import UsageError
 from qeffect_lm.units import whole_number
 
 Compute = list[list[Action]]  # one list of compute actions per rank
+
+_F, _I, _W = Kind.F, Kind.I, Kind.W  # looked up once: an enumeration's member costs more than a global name
 
 
 @dataclass(frozen=True)
@@ -104,26 +105,27 @@ def _lag(w_delay: int | None, rank: int) -> int:
 
 def _with_weights(order: list[Action], lag: int) -> list[Action]:
     """An order of F and I, completed: after each I the W that trails it by ``lag`` I, after the last I the rest."""
-    due: deque[Action] = deque()
-    left = sum(action.kind is Kind.I for action in order)
+    weights = [Action(_W, action.chunk, action.microbatch) for action in order if action.kind is _I]
+    last, seen, done = len(weights), 0, 0
     actions = []
     for action in order:
         actions.append(action)
-        if action.kind is Kind.I:
-            left -= 1
-            due.append(Action(Kind.W, *action.key))
-            while len(due) > (lag if left else 0):
-                actions.append(due.popleft())
+        if action.kind is _I:
+            seen += 1
+            due = seen - lag if seen < last else last
+            if done < due:
+                actions += weights[done:due]
+                done = due
     return actions
 
 
 def ahead_order(stage: int, m: int, ahead: int, lag: int = 0) -> list[Action]:
     """One stage of one chunk per rank: ``ahead`` ≥ 1 F, then I and F in turn; W trails its I by ``lag``."""
-    order = [Action(Kind.F, stage, microbatch) for microbatch in range(min(ahead, m))]
+    order = [Action(_F, stage, microbatch) for microbatch in range(min(ahead, m))]
     for microbatch in range(m):
-        order.append(Action(Kind.I, stage, microbatch))
+        order.append(Action(_I, stage, microbatch))
         if ahead + microbatch < m:
-            order.append(Action(Kind.F, stage, ahead + microbatch))
+            order.append(Action(_F, stage, ahead + microbatch))
     return _with_weights(order, lag)
 
 
@@ -189,13 +191,15 @@ def interleaved(p: int, m: int, w_delay: int | None = 0, chunks: int = 2) -> Com
     work = [(group, chunk) for group in range(0, whole, p) for chunk in range(chunks)]
     plan = []
     for rank in range(p):
-        forward = [Action(Kind.F, chunk * p + rank, group + k) for group, chunk in work for k in range(p)]
-        backward = [Action(Kind.I, (chunks - 1 - chunk) * p + rank, group + k) for group, chunk in work for k in range(p)]
+        forward = [Action(_F, chunk * p + rank, group + k) for group, chunk in work for k in range(p)]
+        backward = [Action(_I, (chunks - 1 - chunk) * p + rank, group + k) for group, chunk in work for k in range(p)]
         ahead = 2 * (p - rank - 1) + (chunks - 1) * p if chunks > 1 else p - rank - 1
         order = forward[:ahead]
         for place, action in enumerate(backward):
             order += [*forward[ahead + place : ahead + place + 1], action]
-        plan.append(_with_weights([action for action in order if action.key[1] < m], _lag(w_delay, rank)))
+        if whole > m:
+            order = [action for action in order if action.key[1] < m]
+        plan.append(_with_weights(order, _lag(w_delay, rank)))
     return plan
 
 
@@ -205,7 +209,7 @@ def fused(compute: Compute) -> Compute:
     for row in compute:
         merged: list[Action] = []
         for action in row:
-            if action.kind is Kind.W and merged and merged[-1].kind is Kind.I and merged[-1].key == action.key:
+            if action.kind is _W and merged and merged[-1].kind is _I and merged[-1].key == action.key:
                 merged[-1] = Action(Kind.B, *action.key)
             else:
                 merged.append(action)

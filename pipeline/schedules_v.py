@@ -11,29 +11,29 @@ from __future__ import annotations
 
 from pipeline.actions import Action, Kind
 
+_F, _I, _W = Kind.F, Kind.I, Kind.W  # looked up once: an enumeration's member costs more than a global name
+
 
 class _Row:
     """One rank's actions in the making: each call takes the next microbatch of its kind and chunk."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunks: tuple[int, int]) -> None:
         self.actions: list[Action] = []
         self.waiting: list[Action] = []  # the W of each I that ran alone, in order
-        self._next: dict[tuple[Kind, int], int] = {}
-
-    def _take(self, kind: Kind, chunk: int) -> Action:
-        microbatch = self._next.get((kind, chunk), 0)
-        self._next[kind, chunk] = microbatch + 1
-        action = Action(kind, chunk, microbatch)
-        self.actions.append(action)
-        return action
+        self._forwards = dict.fromkeys(chunks, 0)  # how many ran
+        self._backwards = dict.fromkeys(chunks, 0)
 
     def forward(self, chunk: int) -> None:
-        self._take(Kind.F, chunk)
+        microbatch = self._forwards[chunk]
+        self._forwards[chunk] = microbatch + 1
+        self.actions.append(Action(_F, chunk, microbatch))
 
     def backward(self, chunk: int, *, whole: bool) -> None:
         """I, and W at once if ``whole``; otherwise the W waits for :meth:`weight`."""
-        weight = Action(Kind.W, *self._take(Kind.I, chunk).key)
-        (self.actions if whole else self.waiting).append(weight)
+        microbatch = self._backwards[chunk]
+        self._backwards[chunk] = microbatch + 1
+        self.actions.append(Action(_I, chunk, microbatch))
+        (self.actions if whole else self.waiting).append(Action(_W, chunk, microbatch))
 
     def weight(self) -> None:
         """The longest waiting W, if there is one."""
@@ -42,6 +42,8 @@ class _Row:
 
     def first(self, m: int) -> list[Action]:
         """The actions of the microbatches below ``m``."""
+        if max(self._forwards.values()) <= m:
+            return self.actions
         return [action for action in self.actions if action.key[1] < m]
 
 
@@ -59,7 +61,8 @@ def zb_v(p: int, m: int) -> list[list[Action]]:
     """
     plan = []
     for rank in range(p):
-        row, down, up = _Row(), rank, 2 * p - 1 - rank
+        down, up = rank, 2 * p - 1 - rank
+        row = _Row((down, up))
         total = max(m, 2 * p - 1)
         for _ in range(2 * (p - rank) - 1):
             row.forward(down)
@@ -101,7 +104,8 @@ def dual_pipe_v(p: int, m: int) -> list[list[Action]]:
     """
     plan = []
     for rank in range(p):
-        row, down, up = _Row(), rank, 2 * p - 1 - rank
+        down, up = rank, 2 * p - 1 - rank
+        row = _Row((down, up))
         total, behind = max(m, 2 * p), p - 1 - rank
         for _ in range(2 * behind):
             row.forward(down)

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipeline.actions import to_csv
+from pipeline.actions import collector_paused, to_csv
 from pipeline.auto import OBJECTIVES, SHAPES, Auto, auto, exact
 from pipeline.plan import Plan, build_plan, make_plan
 from pipeline.schedules import SCHEDULES, find_schedule, fused
@@ -137,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@collector_paused()
 def _run(args: argparse.Namespace) -> int:
     _refuse_ignored(args)
     for name, value in DEFAULTS.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from pipeline.actions import (
     Action,
     Kind,
+    collector_paused,
     format_actions,
     from_csv,
     parse_action,
@@ -135,6 +137,24 @@ def test_key_of_a_bare_action() -> None:
     assert Action(Kind.I, 3, 4).key == (3, 4)
     with pytest.raises(UsageError, match="STEP"):
         _ = Action(Kind.STEP).key
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_the_collector_is_left_as_it_was(running: bool) -> None:
+    """Also inside another pause, and by an error."""
+    before = gc.isenabled()
+    try:
+        (gc.enable if running else gc.disable)()
+        with collector_paused(), pytest.raises(UsageError), collector_paused():
+            assert not gc.isenabled()
+            parse_action("x")
+        assert gc.isenabled() == running
+        with collector_paused():
+            with collector_paused():
+                pass
+            assert not gc.isenabled()
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_planning_needs_no_torch() -> None:

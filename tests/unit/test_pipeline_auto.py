@@ -15,6 +15,7 @@ from pipeline.auto_exact import lower_bound, search
 from pipeline.auto_improve import improve
 from pipeline.auto_orders import float_weights, greedy
 from pipeline.auto_problem import Order, Problem, Retimed, fits, from_actions, measure, to_actions
+from pipeline.auto_trial import shortened
 from pipeline.plan import build_plan, make_plan
 from pipeline.schedules import SCHEDULES, Placement
 from pipeline.simulate import peak_activations, simulate
@@ -394,12 +395,12 @@ def test_giving_orders_up_changes_nothing(p, m, limit, objective, monkeypatch):
     problems = {shape: _problem(shape, p, m, (1.0, 0.9, 0.5), 0.05, (1.0, 0.7), limit, objective) for shape in SHAPES}
     short, given_up = {}, []
     with monkeypatch.context() as patch:
-        patch.setattr("pipeline.auto.float_weights", _noting(float_weights, given_up))
-        patch.setattr("pipeline.auto.greedy", _noting(greedy, given_up))
+        patch.setattr("pipeline.auto_trial.float_weights", _noting(float_weights, given_up))
+        patch.setattr("pipeline.auto_trial.greedy", _noting(greedy, given_up))
         for tolerance in (0.0, 0.015):
             short[tolerance] = solve(problems, effort=0.02, tolerance=tolerance)
     assert given_up.count(True) > 5
-    monkeypatch.setattr("pipeline.auto._Wanted.add", lambda *_: None)
+    monkeypatch.setattr("pipeline.auto_trial._Wanted.add", lambda *_: None)
     for tolerance, found in short.items():
         full = solve(problems, effort=0.02, tolerance=tolerance)
         assert (full.plan, full.cost, full.origin) == (found.plan, found.cost, found.origin)
@@ -427,10 +428,85 @@ def test_an_order_is_given_up_only_above_its_cost():
 def test_the_first_optimum_ends_the_search_of_a_large_problem(monkeypatch):
     """One rank: every order takes as long as the work, and 1F1B is the first. In a small problem rounding decides, as ever."""
     assert auto(1, 4, 18.522, 18.086, 9.337, 0.601, effort=0).tried > len(SCHEDULES)
-    monkeypatch.setattr("pipeline.auto.LARGE", 1)
+    monkeypatch.setattr("pipeline.auto_trial.LARGE", 1)
     found = auto(1, 4, 18.522, 18.086, 9.337, 0.601, effort=0)
     assert found.origin == "1f1b"
     assert found.tried == len(SCHEDULES)
+
+
+# ---- many microbatches ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def long(monkeypatch):
+    """Problems from 200 operations on count as long ones."""
+    monkeypatch.setattr("pipeline.auto_trial.LONG", 200)
+    monkeypatch.setattr("pipeline.auto_trial.LARGE", 100)
+
+
+@pytest.mark.parametrize("objective", ["span", "makespan"])
+@pytest.mark.parametrize("tolerance", [0.0, 0.015])
+@pytest.mark.parametrize("limit", [None, 1.0, 4.0, 5.5, 8.0])
+def test_of_many_microbatches_most_are_alike(long, limit, tolerance, objective, monkeypatch):
+    """Orders chosen with 13 microbatches: with all 41 they keep every rule, and are as good as when all orders are made."""
+    problems = {shape: _problem(shape, 4, 41, (1.0, 0.9, 0.5), 0.05, (1.0, 0.7), limit, objective) for shape in SHAPES}
+    assert {problem.microbatches for problem in shortened(problems).values()} == {13}
+    found = solve(problems, effort=0, tolerance=tolerance)
+    check(found, 4, limit or float("inf"), m_w=0.7)
+    assert set(found.named) >= ({"1f1b", "zb-h1", "zb-v"} if limit and limit >= 4 else set())
+    monkeypatch.setattr("pipeline.auto.shortened", lambda _: None)
+    full = solve(problems, effort=0, tolerance=tolerance)
+    assert found.named == full.named
+    assert found.cost <= 1.003 * max(full.cost, found.bound)
+
+
+def test_few_orders_of_many_microbatches_are_made_in_full(long, monkeypatch):
+    made = []
+    monkeypatch.setattr("pipeline.auto_trial.greedy", _counting(greedy, made))
+    monkeypatch.setattr("pipeline.auto_trial.float_weights", _counting(float_weights, made))
+    found = auto(4, 41, 1.0, 0.9, 0.5, 0.05, limit=5.5, effort=0)
+    assert "greedy" in found.origin or "patience" in found.origin
+    complete = [size for size in made if size >= 3 * 4 * 41]
+    assert 1 <= len(complete) <= 3 < len(made) / 10
+
+
+def _counting(make, made: list[int]):
+    """Notes how many operations each order has; none where it is given up."""
+
+    def counting(*arguments):
+        order = make(*arguments)
+        made.append(sum(map(len, order or ())))
+        return order
+
+    return counting
+
+
+def test_an_optimum_of_many_microbatches_is_found_in_full(long, monkeypatch):
+    """With room enough, W in every gap: no trial with fewer microbatches is needed."""
+    monkeypatch.delattr("pipeline.auto.Trial.promising")  # such a trial would fail
+    found = auto(4, 41, 1.0, 1.0, 0.5, 0.01, limit=None, effort=0)
+    assert found.origin.startswith("ahead") and found.gap < 1e-8
+    check(found, 4, float("inf"))
+
+
+def test_a_trial_without_a_result_is_made_up_for(long, monkeypatch):
+    """Under a limit that no named schedule keeps."""
+    monkeypatch.setattr("pipeline.auto.Trial.promising", lambda _: [])
+    found = auto(4, 41, 1.0, 0.9, 0.5, 0.05, limit=1.0, effort=0)
+    check(found, 4, 1.0)
+    assert not found.named
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "fewer"), [(32, 256, 96), (64, 1024, 192), (32, 250, 122), (5, 1004, 334), (64, 256, None), (32, 96, None)]
+)
+def test_how_many_microbatches_are_enough(p, m, fewer):
+    """As many as fill the pipeline and more, at most half; with the same remainder by the ranks; the paper's sizes in full."""
+    problems = {shape: _problem(shape, p, m, (1.0, 1.0, 1.0), 0.0, (1.0, 1.0), None, "span") for shape in SHAPES}
+    short = shortened(problems)
+    assert (short is None) == (fewer is None)
+    for shape, problem in (short or {}).items():
+        assert (problem.microbatches, problem.placement) == (fewer, problems[shape].placement)
 
 
 @pytest.mark.parametrize("comm", [0.0, 0.3])
