@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from checkpoint.comm import Communicator
+from checkpoint.layout import CheckpointError
 from checkpoint.load import load_into
 from checkpoint.manifest import library_versions
 from checkpoint.reader import Checkpoint
@@ -195,7 +196,10 @@ def _compare_graphs(checkpoint: Checkpoint, target: Resumable, rank: int) -> str
     saved, now = checkpoint.meta["graph_fingerprints"][rank], target.graph_fingerprint()
     if saved == now:
         return None
-    text = checkpoint.document(rank, GRAPHS)
+    try:
+        text = checkpoint.document(rank, GRAPHS)
+    except CheckpointError as error:  # this rank's alone: it is told to all, as any difference is
+        return f"rank {rank}'s graphs are not those of {checkpoint.path}, and the list of its nodes cannot be read: {error}"
     if text is None:
         where = f"fingerprint {saved} was saved, {now} was captured, and {checkpoint.path} keeps no list of nodes to compare"
     else:

@@ -57,7 +57,7 @@ def capture_step(
     the step's end in graphs of its own; ``timed`` has the graph record when each F, I and W begins and ends (GPU). Otherwise as
     :func:`capture`.
     """
-    captured = Captured(check_addresses=register.check_watched)
+    captured = Captured(check_addresses=register.check_watched, checked=engine.ledger.checks)
     inside = engine.actions[: cut(engine.actions, optimizer)]
     ledger = engine.ledger
     with _preparing(engine, backend, register):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipeline.plan import GraphKey
+from qeffect_lm.contract.errors import CaptureError
 from qeffect_lm.contract.ledger import Summary
 from qeffect_lm.graphs.backend import Graph
 
@@ -26,10 +27,21 @@ class Captured:
     retained: dict[tuple[int, int, int], list[torch.Tensor]] = field(default_factory=dict)  # by (chunk, I-slot, W-slot)
     check_addresses: Callable[[], None] = lambda: None  # raises CaptureError where a graph would read an old storage
     step: StepGraph | None = None
+    checked: bool = True  # the ledger's checks were on when ``step`` was captured: a replay takes its verdict for granted
 
     def graphs(self) -> list[Graph]:
         whole = [] if self.step is None else [self.step.graph]
         return [*whole, *(graph for graph, _ in self.actions.values()), *self.end.values()]
+
+    def check(self) -> None:
+        """Before a step that the ledger checks.
+
+        Raises:
+            CaptureError: a storage was replaced since; or the step was captured in mode ``off``, and nobody checked it.
+        """
+        if not self.checked:
+            raise CaptureError("the step's graph was captured in mode off, so nobody checked what it holds: capture it again")
+        self.check_addresses()
 
     def bytes(self) -> int:
         return sum(graph.pool_bytes for graph in self.graphs())

@@ -151,7 +151,7 @@ class Engine:
         if self._broken is not None:
             raise QEffectError(f"{self._broken}: restart from the last checkpoint")
         if self.captured is not None and self.ledger.checks:
-            self.captured.check_addresses()
+            self.captured.check()
         self._step = step
         begun = self.ledger.timeline.begun()
         self.updating = False

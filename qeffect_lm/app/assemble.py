@@ -507,9 +507,9 @@ def _register(
         for number, slot in enumerate(stage.slots):
             for name, tensor in slot.tensors().items():
                 constant = name == "anchor" or (name == "dy" and stage.last)
-                register.add(
-                    f"chunk{index}/slot{number}/{name}", tensor, owner="stage", rule=Rule.CONSTANT if constant else Rule.SCRATCH
-                )
+                label = f"chunk{index}/slot{number}/{name}"
+                register.add(label, tensor, owner="stage", rule=Rule.CONSTANT if constant else Rule.SCRATCH)
+                register.watch(label, lambda slot=slot, name=name: slot.tensors()[name])  # type: ignore[misc]
         for name, buffer in stage.chunk.named_buffers():
             register.add(f"chunk{index}/{name}", buffer, owner="layers", rule=Rule.CONSTANT)
         for name, parameter in named_parameters(stage.chunk):

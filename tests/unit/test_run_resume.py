@@ -131,6 +131,18 @@ def test_other_graphs_are_refused_by_their_first_node(folder, monkeypatch):
     assert main(args, {**os.environ}) == 0
 
 
+def test_a_damaged_list_of_nodes_is_told_to_all_ranks(folder, monkeypatch):
+    """It is read where the graphs differ, on the rank that it belongs to; the others hear of it like of any difference."""
+    if "host_replay" not in folder.name:
+        return
+    shutil.copytree(folder / "whole", folder / "unread")
+    file = next((folder / "unread/checkpoints/step_00000006").glob("*.txt.gz"))
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    monkeypatch.setattr(StepEnd, "sum_losses_", changed_sum)
+    with pytest.raises(ResumeError, match=r"rank 0's graphs are not .*cannot be read: .*is damaged"):
+        run_here(folder, "unread")
+
+
 def test_equal_fingerprints_of_ten_resumes(folder):
     """A run saved after each step, resumed ten times from copies: each re-capture has the manifest's fingerprint."""
     assert run_here(folder, "prints", "checkpoint.every=1")[0] == 0

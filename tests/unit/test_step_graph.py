@@ -22,7 +22,7 @@ from qeffect_lm.contract.errors import (
     StreamOrderError,
 )
 from qeffect_lm.contract.leases import Slot
-from qeffect_lm.contract.ledger import Scope
+from qeffect_lm.contract.ledger import Mode, Scope
 from qeffect_lm.contract.streams import Access
 from qeffect_lm.contract.timeline import Direction
 from qeffect_lm.errors import QEffectError
@@ -212,6 +212,26 @@ def test_a_replaced_storage(engine):
     old, parameter.data = parameter.data, parameter.data.clone()
     refused(engine, CaptureError, "was replaced since the capture")
     parameter.data = old
+
+
+@pytest.mark.parametrize("border", ["x", "out"])
+def test_a_replaced_slot(engine, border):
+    slot = engine.stages[0].slots[0]
+    old = getattr(slot, border)
+    setattr(slot, border, old.clone())
+    refused(engine, CaptureError, f"'chunk0/slot0/{border}' was replaced since the capture")
+    setattr(slot, border, old)
+
+
+def test_what_was_captured_unchecked_is_not_replayed_under_the_ledger():
+    """Mode off checks nothing while a step is captured, and replays rely on that check: another mode needs a new capture."""
+    assembly = train(settings(**STEP, contract__mode="off"), 1).assembly
+    assembly.ledger.mode = Mode.ENFORCE
+    with pytest.raises(CaptureError, match="captured in mode off, so nobody checked what it holds: capture it again"):
+        assembly.engine.step(1, data(1))
+    assembly.rebuild_caches()
+    assembly.capture()
+    assembly.engine.step(1, data(1))
 
 
 LAST = MICROBATCHES - 1
