@@ -9,6 +9,8 @@ layers     four decoder layers, forward and backward: Transformer Engine alone, 
            backends, eager and captured (GPU only, with Transformer Engine); --shapes 2048x1024,... for some sizes only
 curves     losses of BF16 and of FP8 with both windows on the demo's corpus, 300 steps, three seeds each: do they differ
            by more than the seeds do?
+placement  weight gradients straight into the main gradients, beside a temporary for each, one product for all microbatches, and
+           Transformer Engine's fuse_wgrad_accumulation on and off (GPU only); results and node lists are compared first
 plans      tools.plan on many ranks: each schedule generated, checked, lowered and timed; seconds of wall and CPU time (no GPU)
 capture    seconds to capture a stage of 32 layers of 4096, as a restart does, with graphs of actions and of the step (GPU only)
 train      whole training steps of the presets bench-s and bench-m, measured and predicted bubble (GPUs only); with stages on
@@ -48,7 +50,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--backend", choices=["host_replay", "eager"], default="host_replay", help="of the steps on CPU")
     made.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the whole steps (default: %(default)s)")
     made.add_argument("--layers", default=",".join(map(str, LAYERS)), metavar="LIST", help="for part 2 (default: %(default)s)")
-    made.add_argument("--shapes", metavar="LIST", help="of layers: HIDDENxTOKENS, with commas (default: the seven of the docs)")
+    made.add_argument(
+        "--shapes", metavar="LIST", help="of layers, placement: HIDDENxTOKENS, with commas (default: the seven of the docs)"
+    )
     made.add_argument("--sizes", default="S,M", metavar="LIST", help="of train (default: %(default)s)")
     made.add_argument("--schedules", default="1f1b", metavar="LIST", help="of train (default: %(default)s)")
     made.add_argument("--microbatches", default="8", metavar="LIST", help="of train (default: %(default)s)")
@@ -98,16 +102,8 @@ def training(arguments: argparse.Namespace) -> int:
         if leads:
             print(text, flush=True)
 
-    report: dict[str, Any] = {
-        "benchmark": "train",
-        "command": f"python -m tools.bench {' '.join(sys.argv[1:])}",
-        "qeffect_lm": __version__,
-        "commit": commit(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": f"{env.world} x {torch.cuda.get_device_name()}",
-        "rows": [],
-    }
+    command = f"python -m tools.bench {' '.join(sys.argv[1:])}"
+    report = {**header("train", command, f"{env.world} x {torch.cuda.get_device_name()}"), "rows": []}
     for case in cases(arguments):
         report["rows"].append(benchmark.measure(case, ROOT / "models/configs", arguments.steps, say))
         say(benchmark.table(report["rows"][-1:]))
@@ -148,16 +144,7 @@ def kernels(arguments: argparse.Namespace) -> int:
         return tuning(arguments)
     from tools.benchmarks import kernels as benchmark
 
-    report = {
-        "benchmark": "kernels",
-        "command": "python -m tools.bench kernels",
-        "qeffect_lm": __version__,
-        "commit": commit(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(),
-        **benchmark.measure(),
-    }
+    report = {**header("kernels", "python -m tools.bench kernels", torch.cuda.get_device_name()), **benchmark.measure()}
     print(benchmark.table(report))
     write(report, arguments.json)
     return 0
@@ -175,22 +162,11 @@ def layers(arguments: argparse.Namespace) -> int:
 
     if not torch.cuda.is_available():
         raise UsageError("the layers are measured on a GPU, and torch sees none here")
-    shapes = list(benchmark.SHAPES)
-    if arguments.shapes:
-        try:
-            shapes = [(int(h), int(t)) for h, t in (word.split("x") for word in arguments.shapes.split(","))]
-        except ValueError:
-            raise UsageError(f"--shapes {arguments.shapes}: HIDDENxTOKENS, with commas, as 2048x1024,4096x1024") from None
-    sizes = [benchmark.Size(*shape) for shape in shapes]
+    sizes = [benchmark.Size(*shape) for shape in shapes(arguments, benchmark.SHAPES)]
     rows = benchmark.measure(sizes, arguments.steps, lambda text: print(text, flush=True))
+    command = " ".join(["python -m tools.bench layers", *([f"--shapes {arguments.shapes}"] if arguments.shapes else [])])
     report = {
-        "benchmark": "layers",
-        "command": " ".join(["python -m tools.bench layers", *([f"--shapes {arguments.shapes}"] if arguments.shapes else [])]),
-        "qeffect_lm": __version__,
-        "commit": commit(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(),
+        **header("layers", command, torch.cuda.get_device_name()),
         "layers": benchmark.LAYERS,
         "microbatches": benchmark.MICROBATCHES,
         "rows": rows,
@@ -217,13 +193,7 @@ def capturing(arguments: argparse.Namespace) -> int:
     rows = [benchmark.measure(size, scope, schedule) for scope, schedule in cases]
     print(benchmark.table(rows))
     report = {
-        "benchmark": "capture",
-        "command": "python -m tools.bench capture",
-        "qeffect_lm": __version__,
-        "commit": commit(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(),
+        **header("capture", "python -m tools.bench capture", torch.cuda.get_device_name()),
         "hidden": size.hidden,
         "layers": size.layers,
         "tokens": size.tokens,
@@ -232,6 +202,51 @@ def capturing(arguments: argparse.Namespace) -> int:
     }
     write(report, arguments.json)
     return 0
+
+
+def shapes(arguments: argparse.Namespace, default: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What ``--shapes`` asks for, as (hidden, tokens)."""
+    if not arguments.shapes:
+        return list(default)
+    try:
+        found = [(int(h), int(t)) for h, t in (word.split("x") for word in arguments.shapes.split(","))]
+    except ValueError:
+        found = []
+    if not found or min(min(shape) for shape in found) < 1:
+        raise UsageError(f"--shapes {arguments.shapes}: HIDDENxTOKENS, with commas, as 2048x1024,4096x1024")
+    return found
+
+
+def placement(arguments: argparse.Namespace) -> int:
+    """Weight gradients in their place beside temporaries; exit code 1 where something is not as promised."""
+    if arguments.steps < 1:
+        raise UsageError(f"--steps {arguments.steps}: at least one")
+    from qeffect_lm.runtime.determinism import apply_before_torch, apply_to_torch
+
+    apply_before_torch(os.environ, threads=1)
+    apply_to_torch(threads=1)
+    import torch
+
+    from tools.benchmarks import placement as benchmark
+
+    wanted = shapes(arguments, benchmark.SHAPES)
+    if not torch.cuda.is_available():
+        raise UsageError("placement is measured on a GPU, and torch sees none here")
+    sizes = [benchmark.Size(*shape, layers=benchmark.LAYERS) for shape in wanted]
+    rows = benchmark.measure(sizes, arguments.steps, lambda text: print(text, flush=True))
+    found = benchmark.faults(rows)
+    print("\n" + "\n".join([benchmark.table(rows), *(f"not as promised: {fault}" for fault in found)]))
+    command = f"python -m tools.bench {' '.join(sys.argv[1:])}"
+    report = {
+        **header("placement", command, torch.cuda.get_device_name()),
+        "microbatches": benchmark.MICROBATCHES,
+        "bound": "|placed - temporary| <= 2 * microbatches * u * sum of |products|; u = 2^-24 (float32), 2^-8 (bfloat16)",
+        "wanted": {f"{hidden}x{tokens}": ratio for (hidden, tokens), ratio in benchmark.WANTED.items()},
+        "rows": rows,
+        "faults": found,
+    }
+    write(report, arguments.json)
+    return 1 if found else 0
 
 
 def tuning(arguments: argparse.Namespace) -> int:
@@ -307,16 +322,8 @@ def curves(arguments: argparse.Namespace) -> int:
         )
         found = benchmark.measure(wanted, lambda text: print(text, flush=True))
     print(benchmark.table(found))
-    report = {
-        "benchmark": "curves",
-        "command": f"python -m tools.bench {' '.join(sys.argv[1:])}",
-        "qeffect_lm": __version__,
-        "commit": commit(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        **found,
-    }
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    report = {**header("curves", f"python -m tools.bench {' '.join(sys.argv[1:])}", device), **found}
     write(report, arguments.json)
     return 0 if found["verdict"]["ok"] else 1
 
@@ -356,6 +363,21 @@ def write(report: dict[str, Any], path: Path | None) -> None:
         path.write_text(json.dumps(report, indent=1) + "\n")
 
 
+def header(benchmark: str, command: str, device: str) -> dict[str, Any]:
+    """What a report begins with: what ran, how to run it again, on what."""
+    import torch
+
+    return {
+        "benchmark": benchmark,
+        "command": command,
+        "qeffect_lm": __version__,
+        "commit": commit(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": device,
+    }
+
+
 def described(arguments: argparse.Namespace) -> dict[str, Any]:
     """What the figures are measured on."""
     import torch
@@ -363,14 +385,9 @@ def described(arguments: argparse.Namespace) -> dict[str, Any]:
     command = f"python -m tools.bench contract --device {arguments.device} --steps {arguments.steps}"
     command += f" --layers {arguments.layers}"
     cuda = arguments.device == "cuda"
+    device = torch.cuda.get_device_name() if cuda else f"CPU {platform.machine()}, 1 thread"
     return {
-        "benchmark": "contract",
-        "command": command if cuda else f"{command} --backend {arguments.backend}",
-        "qeffect_lm": __version__,
-        "commit": commit(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": torch.cuda.get_device_name() if cuda else f"CPU {platform.machine()}, 1 thread",
+        **header("contract", command if cuda else f"{command} --backend {arguments.backend}", device),
         "backend": "cuda graphs" if cuda else arguments.backend,
     }
 
@@ -431,6 +448,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "curves": curves,
     "kernels": kernels,
     "layers": layers,
+    "placement": placement,
     "plans": plans,
     "train": training,
 }

@@ -51,6 +51,8 @@ class Size:
 
     hidden: int
     tokens: int
+    layers: int = LAYERS
+    device: str = "cuda"
 
     @property
     def heads(self) -> int:
@@ -63,12 +65,12 @@ class Size:
     def config(self, backend: str, graphs: str) -> Config:
         return Config.from_dict(
             {
-                "run": {"name": "layers", "device": "cuda"},
+                "run": {"name": "layers", "device": self.device},
                 "model": {
                     "backend": backend,
                     "vocab_size": 64,
                     "hidden_size": self.hidden,
-                    "num_layers": LAYERS,
+                    "num_layers": self.layers,
                     "num_heads": self.heads,
                     "num_kv_heads": self.heads,
                     "ffn_size": self.ffn,
@@ -78,7 +80,7 @@ class Size:
                     "schedule": "interleaved-1f1b",
                     "chunks": 3,
                     "microbatches": MICROBATCHES,
-                    "stage_layers": [0, LAYERS, 0],
+                    "stage_layers": [0, self.layers, 0],
                 },
                 "graphs": {"backend": graphs},
                 "data": {"seq_len": self.tokens, "microbatch_size": 1},
@@ -108,40 +110,47 @@ def batch(size: Size) -> StepBatch:
 
 def ours(size: Size, backend: str) -> Iterator[tuple[str, Round, float]]:
     """(name, one round, seconds to capture) of a backend: eager, then from graphs."""
-    with mock.patch.object(assembling, "_initialise", _random_weights):
-        assembly = assembling.assemble(size.config(backend, "eager"), plan=plan())
+    assembly = assembled(size, backend)
     assembly.prepare(batch(size))
-    _fill(assembly)
-    yield f"{backend} eager", _round(assembly), 0.0
+    fill(assembly)
+    yield f"{backend} eager", round_of(assembly), 0.0
     assembly.config = size.config(backend, "cuda_graphs")
     torch.cuda.synchronize()
     began = time.perf_counter()
     assembly.capture()
     torch.cuda.synchronize()
     seconds = time.perf_counter() - began
-    _fill(assembly)
-    yield f"{backend} graphs", _round(assembly), seconds
+    fill(assembly)
+    yield f"{backend} graphs", round_of(assembly), seconds
     assembly.release()
+
+
+def assembled(size: Size, backend: str) -> Assembly:
+    """All of :func:`plan` on this process, eager so far."""
+    with mock.patch.object(assembling, "_initialise", _random_weights):
+        return assembling.assemble(size.config(backend, "eager"), plan=plan())
 
 
 def _random_weights(flat: FlatBuffers, specs: dict[str, ParameterSpec], seed: int) -> None:
     """As for training, but drawn on the GPU: a fresh run's weights, drawn on the CPU, take longer than the measurement."""
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator(flat.device).manual_seed(seed)
     for name in flat.names:
         std = specs[name].init_std
         flat.master(name).fill_(1.0) if std is None else flat.master(name).normal_(std=std, generator=generator)
     flat.gather()
 
 
-def _fill(assembly: Assembly) -> None:
-    generator = torch.Generator("cuda").manual_seed(1)
+def fill(assembly: Assembly) -> None:
+    """Inputs and output gradients of the middle chunk, the same at each call."""
+    generator = torch.Generator(assembly.flat.device).manual_seed(1)
     for slot in assembly.engine.stages[CHUNK].slots:
         slot.x.normal_(generator=generator)
         slot.dy.normal_(generator=generator).mul_(1e-3)
 
 
-def _round(assembly: Assembly) -> Round:
-    """The middle chunk's F, I and W of every microbatch, and the commit; under the ledger."""
+def round_of(assembly: Assembly, commit: bool = True) -> Round:
+    """The middle chunk's F, I and W of every microbatch, and the commit; under the ledger. Without the commit, scales stay and
+    every round gives the same bits."""
     engine, ledger = assembly.engine, assembly.ledger
     stage, number = engine.stages[CHUNK], 0
     actions = [a for a in engine.actions if a.is_compute and a.chunk == CHUNK]
@@ -168,7 +177,9 @@ def _round(assembly: Assembly) -> Round:
         with engine.computing():
             for action in actions:
                 run(action)
-            if engine.captured is not None:
+            if not commit:
+                pass
+            elif engine.captured is not None:
                 engine.captured.end["commit"].replay()
             else:
                 with torch.no_grad():
@@ -181,24 +192,24 @@ def _round(assembly: Assembly) -> Round:
 # ---- Transformer Engine alone ------------------------------------------------------------------------------------------
 
 
-class _Stack(nn.Module):
-    """Transformer Engine's modules and residuals, with its fused RoPE."""
+class Stack(nn.Module):
+    """Transformer Engine's modules and residuals, with its fused RoPE. ``given`` are further options of its linears."""
 
-    def __init__(self, te: Any, size: Size) -> None:
+    def __init__(self, te: Any, size: Size, **given: Any) -> None:
         super().__init__()
-        options = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda", "fuse_wgrad_accumulation": True}
+        options = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda", "fuse_wgrad_accumulation": True, **given}
         norm = {"normalization": "RMSNorm", **options}
         h, d = size.hidden, size.hidden // size.heads
         self.heads, self.head_dim = size.heads, d
         self.rotate = te.attention.rope.apply_rotary_pos_emb
         self.frequencies = te.attention.RotaryPositionEmbedding(d)(size.tokens).cuda()
-        self.qkv = nn.ModuleList(te.LayerNormLinear(h, 3 * h, **norm) for _ in range(LAYERS))
+        self.qkv = nn.ModuleList(te.LayerNormLinear(h, 3 * h, **norm) for _ in range(size.layers))
         self.core = nn.ModuleList(
             te.DotProductAttention(size.heads, d, attention_dropout=0.0, qkv_format="bshd", attn_mask_type="causal")
-            for _ in range(LAYERS)
+            for _ in range(size.layers)
         )
-        self.out = nn.ModuleList(te.Linear(h, h, **options) for _ in range(LAYERS))
-        self.mlp = nn.ModuleList(te.LayerNormMLP(h, size.ffn, activation="swiglu", **norm) for _ in range(LAYERS))
+        self.out = nn.ModuleList(te.Linear(h, h, **options) for _ in range(size.layers))
+        self.mlp = nn.ModuleList(te.LayerNormMLP(h, size.ffn, activation="swiglu", **norm) for _ in range(size.layers))
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
@@ -219,7 +230,7 @@ class _Theirs:
 
     def __init__(self, size: Size, te: Any, recipe: Any) -> None:
         self.te, self.recipe = te, recipe
-        self.stack = _Stack(te, size)
+        self.stack = Stack(te, size)
         generator = torch.Generator("cuda").manual_seed(1)
         shape = (1, size.tokens, size.hidden)
 
@@ -255,15 +266,13 @@ class _Theirs:
         """A pair for each microbatch, in the order of 1F1B with one in flight."""
         order = [1, 1, -1, 1, -1, 1, -1, -1]
         samples = tuple((x,) for x in self.xs)
-        many = self.te.make_graphed_callables(
-            (self.stack,), samples, **self.options, _order=order, _num_layers_per_chunk=[1]
-        )
+        many = self.te.make_graphed_callables((self.stack,), samples, **self.options, _order=order, _num_layers_per_chunk=[1])
         return lambda: self.run(list(many), "F0 F1 B0 F2 B1 F3 B2 B3")
 
 
 def theirs(size: Size, library: Any, recipe: Any, how: str) -> Iterator[tuple[str, Round, float]]:
     """(name, one round, seconds to capture) of one way to drive Transformer Engine."""
-    with _own_globals(library):
+    with own_globals(library):
         made = _Theirs(size, library.te, recipe)
         torch.cuda.synchronize()
         began = time.perf_counter()
@@ -275,19 +284,19 @@ def theirs(size: Size, library: Any, recipe: Any, how: str) -> Iterator[tuple[st
 
 
 @contextmanager
-def _own_globals(library: Any) -> Iterator[None]:
+def own_globals(library: Any) -> Iterator[None]:
     """Transformer Engine keeps for the life of the process the amax of modules long gone (an eager roll goes over them too),
     the flag that skips weight casts in graphs, the mark of a capture, and, after an exception, a class's call wrapped for
     one. Each row begins and ends without them."""
     manager, graph = library.modules["pytorch.quantization"].FP8GlobalStateManager, library.modules["pytorch.graph"]
-    call = _Stack.__call__
+    call = Stack.__call__
     manager.reset()
     try:
         yield
     finally:
         manager.reset()
         graph.set_capture_end()
-        _Stack.__call__ = call  # type: ignore[method-assign]
+        Stack.__call__ = call  # type: ignore[method-assign]
 
 
 # ---- measuring ---------------------------------------------------------------------------------------------------------
