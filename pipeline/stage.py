@@ -183,4 +183,4 @@ def _accumulate(view: torch.Tensor, grad: torch.Tensor | None, beta: int) -> Non
     if beta == 0:
         view.zero_() if grad is None else view.copy_(grad)
     elif grad is not None:
-        view.add_(grad.to(view.dtype))
+        view.add_(grad.to(torch.promote_types(view.dtype, grad.dtype)))  # a narrow sum is rounded once

@@ -41,6 +41,7 @@ def cross_check(config: Config) -> list[str]:
         *_check_pipeline(config),
         *_check_optim(config),
         *_check_moments(config),
+        *_check_main_grads(config),
         *_check_train(config),
     ]
 
@@ -245,6 +246,17 @@ def _check_moments(config: Config) -> Iterator[str]:
                 f"optim.{key} {beta} with optim.moments bfloat16: a moment would not decay, since {beta} times a bfloat16 can "
                 f"round back to it; set it to {1 - LEAST_DECAY} or less, or optim.moments=float32"
             )
+
+
+def _check_main_grads(config: Config) -> Iterator[str]:
+    """What narrow main gradients go with."""
+    if config.precision.main_grads == "float32":
+        return
+    wide = "set precision.main_grads=float32"
+    if config.precision.dtype == "float64":
+        yield f"precision.main_grads bfloat16 with precision.dtype float64, which is for exact comparisons: {wide}"
+    if config.optim.backend != "native":
+        yield f"optim.backend {config.optim.backend} takes gradients in the masters' type: {wide}, or optim.backend=native"
 
 
 def _check_train(config: Config) -> Iterator[str]:

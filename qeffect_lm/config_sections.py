@@ -151,6 +151,12 @@ class PrecisionConfig(Section):
         "Compute type outside FP8. Master weights are float64 with float64, else float32.",
         on_resume="refuse",
     )
+    main_grads: Literal["float32", "bfloat16"] = _key(
+        "float32",
+        "Type that gradients are accumulated and reduced in. float32: float64 with dtype float64. bfloat16: half the memory, and "
+        "every microbatch's part is rounded when it is added (docs/gradients.md).",
+        on_resume="refuse",
+    )
     fp8: FP8Config = Field(default_factory=FP8Config)
 
 

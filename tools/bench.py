@@ -53,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--shapes", metavar="LIST", help="of layers, placement: HIDDENxTOKENS, with commas (default: the seven of the docs)"
     )
+    made.add_argument("--main-grads", choices=["float32", "bfloat16"], default="float32", help="of placement")
     made.add_argument("--sizes", default="S,M", metavar="LIST", help="of train (default: %(default)s)")
     made.add_argument("--schedules", default="1f1b", metavar="LIST", help="of train (default: %(default)s)")
     made.add_argument("--microbatches", default="8", metavar="LIST", help="of train (default: %(default)s)")
@@ -232,7 +233,7 @@ def placement(arguments: argparse.Namespace) -> int:
     wanted = shapes(arguments, benchmark.SHAPES)
     if not torch.cuda.is_available():
         raise UsageError("placement is measured on a GPU, and torch sees none here")
-    sizes = [benchmark.Size(*shape, layers=benchmark.LAYERS) for shape in wanted]
+    sizes = [benchmark.Size(*shape, layers=benchmark.LAYERS, main_grads=arguments.main_grads) for shape in wanted]
     rows = benchmark.measure(sizes, arguments.steps, lambda text: print(text, flush=True))
     found = benchmark.faults(rows)
     print("\n" + "\n".join([benchmark.table(rows), *(f"not as promised: {fault}" for fault in found)]))

@@ -359,10 +359,13 @@ def _flat_storages(
             axes = tuple(None for _ in spec.shape)  # what the mesh cuts here; spec.axes says what it may cut
             decay = optimizers.decays(config, spec)
             params.append(ParamSpec(name, spec.shape, decay, axes, trainable=parameter.requires_grad, group=index))
-    low = optimizers.moment_dtype(config)
-    return FlatBuffers(
-        params, master_dtype=wide, param_dtype=dtype, grad_dtype=wide, moment_dtype=low, device=device, shard=shard
-    )
+    dtypes = {
+        "master_dtype": wide,
+        "param_dtype": dtype,
+        "grad_dtype": optimizers.grad_dtype(config),
+        "moment_dtype": optimizers.moment_dtype(config),
+    }
+    return FlatBuffers(params, **dtypes, device=device, shard=shard)
 
 
 def shard_of(config: Config, mesh: Mesh) -> Shard | None:

@@ -105,12 +105,12 @@ def bucket_tables(config: Config, plan: Plan, specs: dict[str, ParameterSpec], c
     for rank in range(plan.num_ranks):
         buckets = _buckets(config, plan, rank, specs, counts, shard)
         title = f"buckets of pipeline rank {rank}, in elements of the flat buffers; dp i from: the first that replica i owns"
-        tables += ["", f"{title}:", buckets.table(_wide(config))]
+        tables += ["", f"{title}:", buckets.table(optimizers.grad_dtype(config).itemsize)]
     return tables
 
 
 def _wide(config: Config) -> int:
-    """Bytes of an element of masters and main gradients."""
+    """Bytes of an element of masters."""
     return 8 if DTYPES[config.precision.dtype] is torch.float64 else 4
 
 
@@ -131,8 +131,8 @@ def _buckets(
         ParamSpec(name, specs[name].shape, optimizers.decays(config, specs[name]), trainable=trainable)
         for name, trainable in held
     ]
-    itemsizes = (_wide(config), dtype.itemsize, _moment(config))
-    return plan_of(*layout(params, itemsizes), shard, _wide(config))
+    grad = optimizers.grad_dtype(config).itemsize
+    return plan_of(*layout(params, (_wide(config), dtype.itemsize, grad, _moment(config))), shard, grad)
 
 
 def memory_of(config: Config, plan: Plan, rank: int, specs: dict[str, ParameterSpec], counts: list[int]) -> dict[str, int]:
@@ -152,7 +152,7 @@ def memory_of(config: Config, plan: Plan, rank: int, specs: dict[str, ParameterS
         owned = max(buckets.owned(replica) for replica in range(shard.ranks))
     return {
         "parameters": owned * wide + size * dtype.itemsize if separate else size * wide,
-        "gradients": size * wide,
+        "gradients": size * optimizers.grad_dtype(config).itemsize,
         "optimizer": 2 * owned * _moment(config),
         "caches": 2 * cached,
         "activations": _activations(config, plan, rank, counts),

@@ -21,6 +21,13 @@ def moment_dtype(config: Config) -> torch.dtype | None:
     return torch.bfloat16 if config.optim.moments == "bfloat16" else None
 
 
+def grad_dtype(config: Config) -> torch.dtype:
+    """Of the main gradients."""
+    if config.precision.dtype == "float64":
+        return torch.float64
+    return torch.bfloat16 if config.precision.main_grads == "bfloat16" else torch.float32
+
+
 def decays(config: Config, spec: ParameterSpec) -> bool:
     """Whether weight decay applies: what the model says (matrices yes, norms and biases no), less an exempt embedding."""
     return spec.decay and (config.optim.decay_embedding or not spec.embedding)

@@ -72,10 +72,16 @@ def accumulate_mm(
     """``out = beta * out + a @ b.T`` straight into ``out`` (a main-gradient view), no temporary and no zero-fill.
 
     ``beta`` is 0 (what ``out`` held, NaN included, is gone) or 1. ``a`` ``[m, k]``, ``b`` ``[n, k]``, ``out`` ``[m, n]``; the
-    product is made in ``out``'s dtype. 16-bit operands on a GPU go in as they are: their products are exact in float32.
+    product is made in ``out``'s dtype, or for bfloat16 in float32, where the sum is rounded once. 16-bit operands on a GPU go in
+    as they are: their products are exact in float32. (Where no such product exists, as of a CPU or of float32 into bfloat16,
+    there is a temporary.)
     """
     if a.is_cuda and a.dtype in GPU_DTYPES:
         _bound(library).matmul(out, a, b, beta=beta)
+        return
+    if out.dtype is torch.bfloat16:
+        product = torch.mm(a.float(), b.float().t())
+        out.copy_(product.add_(out) if beta else product)
         return
     a, b = a.to(out.dtype), b.to(out.dtype)
     if beta == 0:
@@ -94,7 +100,7 @@ def accumulate_scaled_mm(
     *,
     library: CublasLt | None = None,
 ) -> None:
-    """As :func:`accumulate_mm`, for FP8 operands; the product is made in ``out``'s dtype, float32 or (on CPU) float64."""
+    """As :func:`accumulate_mm`, for FP8 operands; ``out`` is float32, bfloat16 or (on CPU) float64."""
     if a.is_cuda:
         _bound(library).matmul(out, a, b, beta=beta, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv)
         return

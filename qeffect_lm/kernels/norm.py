@@ -129,8 +129,8 @@ def _norm_dweight_kernel(partial, dweight, runs, k, BETA: tl.constexpr, RUNS: tl
     parts = tl.load(partial + run[:, None] * k + column[None, :], mask=(run < runs)[:, None] & mask[None, :], other=0.0)
     total = tl.sum(parts, axis=0)
     if BETA:
-        total += tl.load(dweight + column, mask=mask, other=0.0)
-    tl.store(dweight + column, total, mask=mask)
+        total += tl.load(dweight + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dweight + column, total.to(dweight.dtype.element_ty), mask=mask)
 
 
 def _block(k: int) -> dict[str, int]:
@@ -191,7 +191,8 @@ def backward(
 ) -> torch.Tensor:
     """dx ``[m, k]`` in ``x``'s dtype; ``residual`` (a gradient of ``x`` from elsewhere) is added to it before it is rounded.
 
-    ``dweight``: float32 ``[k]`` and its beta: ``beta * out + gradient`` is written there (beta 0: whatever was there is gone).
+    ``dweight``: float32 or bfloat16 ``[k]`` and its beta: ``beta * out + gradient`` is written there, rounded once (beta 0:
+    whatever was there is gone).
     Sums are in float32 in a fixed order, without atomics: the same bytes at every run, on any GPU.
     """
     m, k = x.shape

@@ -49,7 +49,7 @@ def _adamw_kernel(
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if tl.load(apply) != 0:  # a skipped step writes nothing, whatever the gradients hold
         mask = at < n
-        g = tl.load(grad + at, mask=mask, other=0.0)
+        g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
         if CLIP:
             g = g * tl.load(clip)
         m = tl.load(moment1 + at, mask=mask, other=0.0).to(tl.float32) * beta1 + g * one_minus_beta1
@@ -80,7 +80,8 @@ def adamw(
     clip: bool,
     decay: bool,
 ) -> None:
-    """One segment of flat float32 buffers ``[n]``, in place; moments may be bfloat16 (rounded to nearest even when stored).
+    """One segment of flat float32 buffers ``[n]``, in place; gradients may be bfloat16, moments too (rounded to nearest even
+    when stored).
 
     Args:
         param: the compute-dtype parameters to refresh; None where they are the masters.

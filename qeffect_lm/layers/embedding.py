@@ -37,8 +37,19 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
         layer: Embedding = ctx.layer
         if ctx.context.training and layer.weight.requires_grad:
-            out = layer.grad_view()
-            if ctx.context.active_scope().write_grad(layer.weight_name) == 0:
-                out.zero_()  # a scatter touches some rows only
-            out.index_add_(0, ctx.tokens.reshape(-1), dy.reshape(-1, dy.shape[-1]).to(out.dtype))
+            beta = ctx.context.active_scope().write_grad(layer.weight_name)
+            scatter_(layer.grad_view(), ctx.tokens.reshape(-1), dy.reshape(-1, dy.shape[-1]), beta)
         return torch.zeros_like(ctx.context.anchor), None, None, None
+
+
+def scatter_(out: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, beta: int) -> None:
+    """Add ``values`` ``[tokens, hidden]`` to their rows of ``out`` ``[vocab, hidden]``; ``beta`` 0: what was there is gone.
+
+    Into bfloat16 by way of float32: a row that many tokens share would otherwise be rounded for each of them.
+    """
+    total = torch.zeros_like(out, dtype=torch.float32) if out.dtype is torch.bfloat16 else out
+    if total is out and not beta:
+        out.zero_()  # a scatter touches some rows only
+    total.index_add_(0, rows, values.to(total.dtype))
+    if total is not out:
+        out.copy_(total.add_(out) if beta else total)

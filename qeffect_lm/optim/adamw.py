@@ -48,8 +48,7 @@ class AdamW(Optimizer):
         super().__init__(flat, **settings)
         default = CPU_CHUNK if flat.device.type == "cpu" else DEVICE_CHUNK
         # On a GPU one kernel updates a segment and casts its parameters.
-        wide = torch.float32
-        self._fused = flat.master_buffer.dtype is wide and flat.grad_buffer.dtype is wide and kernels.usable(flat.grad_buffer)
+        self._fused = flat.master_buffer.dtype is torch.float32 and kernels.usable(flat.grad_buffer)
         self._chunks = [] if self._fused else self._make_chunks(default if chunk is None else chunk)
 
     def _make_chunks(self, size: int) -> list[_Chunk]:

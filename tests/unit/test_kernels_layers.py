@@ -62,6 +62,11 @@ def test_norm(dtype, shape, residual, seed):
         assert torch.equal(dx, norm.backward(x, weight, rstd, dy, extra if residual else None, (twice, 1)))
         assert torch.equal(twice, 2 * dweight)
         assert torch.equal(dx, norm.backward(x, weight, rstd, dy, extra if residual else None))
+        narrow = torch.full((k,), math.nan, dtype=torch.bfloat16, device=DEVICE)  # a main gradient in bfloat16: one rounding
+        norm.backward(x, weight, rstd, dy, None, (narrow, 0))
+        assert torch.equal(narrow, dweight.bfloat16())
+        norm.backward(x, weight, rstd, dy, None, (narrow, 1))
+        assert torch.equal(narrow, (dweight + dweight.bfloat16()).bfloat16())
     want_dx, want_dw = torch.autograd.grad((want * dy.double()).sum(), (wide_x, wide_w))
     normed = (wide_x * rstd.double()[:, None]).detach().abs()
     terms = (dy.double() * weight.double()).abs()

@@ -17,9 +17,14 @@ SHAPES = {"a": (33, 7), "b": (129,), "c": (5, 5, 5), "d": (1,)}
 ON, OFF = (torch.tensor(flag, dtype=torch.bool, device=DEVICE) for flag in (True, False))
 
 
-def make(clip: float | None = 1.0, decay: float = 0.1, dtype: torch.dtype = torch.bfloat16) -> tuple[FlatBuffers, AdamW]:
+def make(
+    clip: float | None = 1.0,
+    decay: float = 0.1,
+    dtype: torch.dtype = torch.bfloat16,
+    grad: torch.dtype = torch.float32,
+) -> tuple[FlatBuffers, AdamW]:
     specs = [ParamSpec(name, shape, name in "ac") for name, shape in SHAPES.items()]
-    flat = FlatBuffers(specs, param_dtype=dtype, device=DEVICE)
+    flat = FlatBuffers(specs, param_dtype=dtype, grad_dtype=grad, device=DEVICE)
     generator = torch.Generator().manual_seed(0)
     for name, shape in SHAPES.items():
         flat.master(name).copy_(torch.randn(shape, generator=generator))
@@ -40,12 +45,13 @@ def fill(flat: FlatBuffers, step: int) -> torch.Tensor:
 @pytest.mark.parametrize("clip", [1.0, None])
 @pytest.mark.parametrize("decay", [0.1, 0.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_adamw_is_the_elementwise_operations(clip, decay, dtype):
+@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16])
+def test_adamw_is_the_elementwise_operations(clip, decay, dtype, grad):
     """12 steps on both sides of the clip limit: within a few roundings (multiplications and additions may be fused); parameters
-    are exactly the masters' casts."""
-    flat, fused = make(clip, decay, dtype)
+    are exactly the masters' casts. Gradients of either type."""
+    flat, fused = make(clip, decay, dtype, grad)
     with reference():
-        other, plain = make(clip, decay, dtype)
+        other, plain = make(clip, decay, dtype, grad)
     assert fused._fused and not plain._fused
     for step in range(12):
         fused.step_(fill(flat, step), ON)

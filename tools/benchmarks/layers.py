@@ -53,6 +53,7 @@ class Size:
     tokens: int
     layers: int = LAYERS
     device: str = "cuda"
+    main_grads: str = "float32"
 
     @property
     def heads(self) -> int:
@@ -75,7 +76,11 @@ class Size:
                     "num_kv_heads": self.heads,
                     "ffn_size": self.ffn,
                 },
-                "precision": {"dtype": "bfloat16", "fp8": {"recipe": "delayed", "history": 16}},
+                "precision": {
+                    "dtype": "bfloat16",
+                    "main_grads": self.main_grads,
+                    "fp8": {"recipe": "delayed", "history": 16},
+                },
                 "pipeline": {
                     "schedule": "interleaved-1f1b",
                     "chunks": 3,

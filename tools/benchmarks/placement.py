@@ -170,9 +170,9 @@ def difference(ours: Ours, got: torch.Tensor, other: torch.Tensor) -> dict[str, 
 
     def summed(product: Callable[..., None], out: torch.Tensor, *operands: Any, library: Any = None) -> None:
         *factors, _ = operands
-        alone = torch.empty_like(out)
+        alone = torch.empty_like(out, dtype=torch.float32)
         product(alone, *factors, 0, library=library)
-        total = sums.setdefault(out.data_ptr(), torch.zeros_like(out, dtype=torch.float32))
+        total = sums.setdefault(out.data_ptr(), torch.zeros_like(alone))
         total.add_(alone.abs_())
         product(out, *operands, library=library)
 
@@ -263,6 +263,9 @@ class Theirs:
     def __init__(self, size: Size, library: Any, recipe: Any, fused: bool) -> None:
         self.library, self.recipe, self.fused = library, recipe, fused
         self.stack = Stack(library.te, size, delay_wgrad_compute=True, fuse_wgrad_accumulation=fused)
+        for weight in self.stack.parameters():
+            if weight.dim() == 2:
+                weight.main_grad = torch.zeros_like(weight, dtype=getattr(torch, size.main_grads))  # type: ignore[attr-defined]
         generator = torch.Generator("cuda").manual_seed(1)
         shape = (1, size.tokens, size.hidden)
 
