@@ -81,9 +81,13 @@ def check_replicas(items: Sequence[LogicalTensor], comm: Communicator, mesh: Mes
     Raises:
         ResumeError: names the tensor and the two ranks.
     """
-    if mesh.size("dp") == 1:
+    if mesh.world == 1:
         return
-    gathered = comm.gather((mesh.coords, {item.name: digest(item.tensor) for item in items if "dp" in item.replicated}))
+    names = [item.name for item in items if ("dp" if mesh.size("dp") > 1 else "pp") in item.replicated]
+    if mesh.size("dp") == 1:  # what some pipeline rank has a copy of, its owner does not know
+        names = [name for told in comm.broadcast(comm.gather(names)) for name in told]
+    alike = set(names)
+    gathered = comm.gather((mesh.coords, {item.name: digest(item.tensor) for item in items if item.name in alike}))
     _raise_first(None if gathered is None else _first_disagreement(gathered), comm)
 
 

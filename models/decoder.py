@@ -1,4 +1,5 @@
-"""A decoder-only transformer (Llama style): RMSNorm before attention and MLP, RoPE, grouped queries, SwiGLU, untied head."""
+"""A decoder-only transformer (Llama style): RMSNorm before attention and MLP, RoPE, grouped queries, SwiGLU; the head has a
+weight of its own or the embedding's."""
 
 from __future__ import annotations
 
@@ -63,6 +64,7 @@ class Decoder:
         recipe: FP8 recipe of the decoder layers' linears (embedding and head stay in ``dtype``); None: no FP8.
         high_precision_first, high_precision_last: that many decoder layers at either end stay out of FP8.
         backend: who runs the decoder layers, ``native`` or ``te`` (Transformer Engine).
+        tied: the head's weight is the embedding's.
     """
 
     vocab_size: int
@@ -82,6 +84,7 @@ class Decoder:
     high_precision_first: int = 0
     high_precision_last: int = 0
     backend: str = "native"
+    tied: bool = False
 
     # ---- parameters --------------------------------------------------------------------------------------------
 
@@ -110,8 +113,14 @@ class Decoder:
             ]
         if layers is None:
             specs.append(ParameterSpec("final_norm.weight", (h,), None, False, (None,)))
-            specs.append(ParameterSpec("head.weight", (self.vocab_size, h), std, True, ("tp", None)))
+            if not self.tied:
+                specs.append(ParameterSpec("head.weight", (self.vocab_size, h), std, True, ("tp", None)))
         return specs
+
+    @property
+    def ties(self) -> dict[str, str]:
+        """Weight of a layer → the parameter that it is, another layer's. It is no parameter of its own."""
+        return {"head.weight": "embedding.weight"} if self.tied else {}
 
     # ---- modules -----------------------------------------------------------------------------------------------
 

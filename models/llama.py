@@ -30,4 +30,5 @@ def llama(config: Config, recipe: Recipe | None, dtype: torch.dtype) -> Decoder:
         high_precision_first=fp8.high_precision_first,
         high_precision_last=fp8.high_precision_last,
         backend=model.backend,
+        tied=model.tie_word_embeddings,
     )

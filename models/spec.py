@@ -43,6 +43,11 @@ class ModelSpec(Protocol):
         """All parameters in global order, or those of some decoder layers only."""
         ...
 
+    @property
+    def ties(self) -> dict[str, str]:
+        """Weight of a layer → the parameter that it is, another layer's, perhaps on another rank; most models: none."""
+        ...
+
     def chunk(self, index: int, stage_layers: Sequence[int]) -> Chunk:
         """Build chunk ``index`` of ``len(stage_layers)``; ``stage_layers`` says how many decoder layers each gets."""
         ...

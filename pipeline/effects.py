@@ -44,6 +44,7 @@ class Effects:
         rank: the rank.
         i_slots, w_slots: (chunk, microbatch) → slot.
         replicas: there are some: the gradients of a chunk are reduced as soon as they are there, and not by REDUCE.
+        tied: the rank holds a layer of a tied weight, whose gradients REDUCE adds and reduces.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class Effects:
         i_slots: Mapping[Key, int],
         w_slots: Mapping[Key, int],
         replicas: bool = False,
+        tied: bool = False,
     ) -> None:
-        self._replicas = replicas
+        self._reduced_early = replicas and not tied
         self._placement, self._chunks = placement, placement.chunks(rank)
         self._i, self._w = i_slots, w_slots
         self._made: dict[tuple, Op] = {}
@@ -133,7 +135,7 @@ class Effects:
     def _of_rank(self, work: str) -> BufferAccesses:
         # W's gradients and those that I finishes are of different parameters.
         names: list[Buffer] = [(part, chunk) for chunk in self._chunks for part in ("grads_W", "grads_I")]
-        reduced = () if self._replicas else names
+        reduced = () if self._reduced_early else names
         both = "amax_forward", "amax_backward"
         table: dict[str, BufferAccesses] = {
             "DIVISOR": (("divisor", WRITE),),
@@ -179,22 +181,25 @@ def program(plan: Plan, caches: bool = True, replicas: bool = False) -> Program:
     return Program(plan.schedule, plan.placement, plan.microbatches, plan.window, rows, plan.allow_unordered)
 
 
-def rank_program(plan: Plan, rank: int, caches: bool = True, replicas: bool = False) -> tuple[Op, ...]:
+def rank_program(
+    plan: Plan, rank: int, caches: bool = True, replicas: bool = False, tied: bool = False
+) -> tuple[Op, ...]:
     """One rank's part of :func:`program`."""
     if any(action.kind is Kind.B for action in plan.actions[rank]):
         raise UsageError("the engine runs I and W, this plan holds B: split it first")
-    return _Row(plan, rank, replicas).write(plan.actions[rank], caches)
+    return _Row(plan, rank, replicas, tied).write(plan.actions[rank], caches)
 
 
 class _Row:
     """One rank's program while it is written; mirrors :mod:`pipeline.engine`, action by action."""
 
-    def __init__(self, plan: Plan, rank: int, replicas: bool) -> None:
+    def __init__(self, plan: Plan, rank: int, replicas: bool, tied: bool) -> None:
         self._plan, self._placement = plan, plan.placement
         self._completes = last_writers(plan.actions[rank]) if replicas else {}
         self._slots = plan.slots[rank]
         self._chunks = set(plan.placement.chunks(rank))
-        self._effects = Effects(plan.placement, rank, self._slots.i_slots.index, self._slots.w_slots.index, replicas)
+        index = self._slots.i_slots.index, self._slots.w_slots.index
+        self._effects = Effects(plan.placement, rank, *index, replicas, tied)
         self._ops: list[Op] = []
         self._events = 0
         self._pending: dict[tuple[str, int, int], tuple[Op, int]] = {}

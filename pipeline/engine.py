@@ -103,7 +103,7 @@ class Engine:
         self.actions = plan.actions[self.rank]
         self._slots = plan.slots[self.rank]
         index = self._slots.i_slots.index, self._slots.w_slots.index
-        self._effects = Effects(plan.placement, self.rank, *index, replicas=end.replicated)
+        self._effects = Effects(plan.placement, self.rank, *index, end.replicated, end.tied is not None)
         self._completes = last_writers(self.actions) if end.replicated else {}
         self.captured: Captured | None = None
         self.watch: Watch | None = None

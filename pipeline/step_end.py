@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from pipeline.p2p import gather_rows
 from pipeline.sharded import ShardExchange
+from pipeline.tied import TIED, TiedWeights
 from qeffect_lm.contract.timeline import Direction, ScaleTimeline
 from qeffect_lm.fp8.cache import WeightCache
 from qeffect_lm.optim.base import Optimizer
@@ -56,11 +57,13 @@ class StepEnd:
         order: BlockOrder,
         microbatches: int,
         gate: SpikeGate | None = None,
+        tied: TiedWeights | None = None,
     ) -> None:
         device = flat.device
         self._mesh, self._flat, self._optimizer = mesh, flat, optimizer
         self._timeline, self._cache = timeline, cache
         self.gate = gate
+        self.tied = tied
         self._exchange = None if flat.buckets is None else ShardExchange(flat, mesh)
         self._sums = BlockSums(flat, order, mesh.coord("pp"))
         self._norm = TotalNorm(order, device)
@@ -87,7 +90,7 @@ class StepEnd:
         return self._mesh.group("dp") is not None
 
     def reduce_gradients_(self, chunk: int) -> None:
-        """Sum a chunk's main gradients over dp, on our own buffers."""
+        """Sum a chunk's main gradients over dp, on our own buffers. ``TIED``: of parameters that other layers' weights are."""
         if self._exchange is not None:
             self._exchange.reduce_(chunk)
             return
@@ -98,7 +101,12 @@ class StepEnd:
                 dist.all_reduce(self._flat.grad_buffer[start:stop], group=group)
 
     def reduce_(self) -> None:
-        """What is reduced at the step's end: open amax slots, max-merged over dp and tp."""
+        """What is reduced at the step's end: gradients of tied weights, added over their layers and then over dp; open amax
+        slots, max-merged over dp and tp."""
+        if self.tied is not None:
+            self.tied.collect_()
+            if self.replicated:
+                self.reduce_gradients_(TIED)
         self.reduce_amax_()
 
     def reduce_amax_(self, directions: Iterable[Direction] = tuple(Direction)) -> None:
@@ -130,9 +138,12 @@ class StepEnd:
         gather_rows(self._rows, row, self._mesh, "pp")
 
     def share_(self) -> None:
-        """After the optimizer: every replica gets the parameters that the others updated. Nothing to do without shards."""
+        """After the optimizer: every replica gets the parameters that the others updated, and copies of tied weights follow.
+        Nothing to do without shards and copies."""
         if self._exchange is not None:
             self._exchange.share_()
+        if self.tied is not None:
+            self.tied.share_()
 
     # ---- device work ------------------------------------------------------------------------------------------
 

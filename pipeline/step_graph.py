@@ -172,7 +172,8 @@ def make(engine: Engine, graph: Graph, optimizer: bool, marks: Sequence[Mark] = 
     assert engine.summaries is not None
     place = cut(engine.actions, optimizer)
     inside, rest = engine.actions[:place], engine.actions[place:]
-    program = rank_program(engine.plan, engine.rank, bool(engine.cache.names), engine.end.replicated)
+    end = engine.end
+    program = rank_program(engine.plan, engine.rank, bool(engine.cache.names), end.replicated, end.tied is not None)
     if rest:
         end = next(place for place, op in enumerate(program) if op.work == "SUM")
         program = program[:end]

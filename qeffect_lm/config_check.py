@@ -55,8 +55,6 @@ def _check_model(config: Config) -> Iterator[str]:
         )
     if model.head_dim % 2:
         yield f"model.head_dim {model.head_dim} is odd: RoPE turns pairs of features, so make it even"
-    if model.tie_word_embeddings:
-        yield "model.tie_word_embeddings: true is not supported yet; set it to false"
     for name in ("num_heads", "num_kv_heads", "ffn_size", "vocab_size"):
         if getattr(model, name) % tp:
             yield f"model.{name} {getattr(model, name)} is not divisible by parallel.tp {tp}"

@@ -91,7 +91,7 @@ class ModelConfig(Section):
         0.02, "Standard deviation of fresh weights; read at the first start only.", on_resume="free", gt=0
     )
     tie_word_embeddings: bool = _key(
-        False, "Share the embedding and the head (not supported yet: true is refused).", on_resume="refuse"
+        False, "The head's weight is the embedding's (docs/gradients.md).", on_resume="refuse"
     )
 
     @model_validator(mode="before")
@@ -153,8 +153,8 @@ class PrecisionConfig(Section):
     )
     main_grads: Literal["float32", "bfloat16"] = _key(
         "float32",
-        "Type that gradients are accumulated and reduced in. float32: float64 with dtype float64. bfloat16: half the memory, and "
-        "every microbatch's part is rounded when it is added (docs/gradients.md).",
+        "Type that gradients are accumulated and reduced in. float32: float64 with dtype float64. bfloat16: half the memory, "
+        "and every microbatch's part is rounded when it is added (docs/gradients.md).",
         on_resume="refuse",
     )
     fp8: FP8Config = Field(default_factory=FP8Config)

@@ -27,6 +27,7 @@ from pipeline.program import COMPUTE
 from pipeline.prove import prove_rank
 from pipeline.stage import BorderShape, Stage
 from pipeline.step_end import StepEnd
+from pipeline.tied import TIED, TiedWeights
 from qeffect_lm import __version__
 from qeffect_lm.app import optimizer as optimizers
 from qeffect_lm.config import Config
@@ -261,10 +262,11 @@ def assemble(
     chunks = {i: model.chunk(i, counts) for i in plan.placement.chunks(mesh.coord("pp"))}
     specs = {spec.name: spec for spec in model.parameters()}
 
-    flat = _flat_storages(config, chunks, specs, dtype, device, shard_of(config, mesh))
+    flat = _flat_storages(config, param_specs(config, chunks, specs, model.ties), dtype, device, shard_of(config, mesh))
     for chunk in chunks.values():
         _bind_parameters(chunk, flat)
     _initialise(flat, specs, config.run.seed)
+    tied = tied_weights(model, plan, counts, flat, mesh)
 
     linears = [m for chunk in chunks.values() for m in chunk.modules() if isinstance(m, SplitLinear)]
     timeline = make_timeline(config, recipe, linears, device)
@@ -286,7 +288,7 @@ def assemble(
     ledger = Ledger(
         timeline,
         WeightVersions(flat.names),
-        GradSlots(GradSlot(name, flat.grad(name)) for name in flat.trainable_names),
+        GradSlots(GradSlot(name, flat.grad(name)) for name in flat.gradient_names),
         mode=Mode(config.contract.mode),
         trace=trace,
     )
@@ -301,6 +303,7 @@ def assemble(
         order=order,
         microbatches=plan.microbatches,
         gate=gate,
+        tied=tied,
     )
     divisor = torch.ones((), dtype=torch.float64 if dtype is torch.float64 else torch.float32, device=device)
     stages = _stages(config, plan, mesh, chunks, flat, divisor, dtype)
@@ -338,34 +341,47 @@ def assemble(
     )
 
 
-def _flat_storages(
+def param_specs(
     config: Config,
     chunks: Mapping[int, torch.nn.Module],
-    specs: dict[str, ParameterSpec],
-    dtype: torch.dtype,
-    device: torch.device,
-    shard: Shard | None,
-) -> FlatBuffers:
-    wide = torch.float64 if dtype is torch.float64 else torch.float32
-    params = []
+    specs: Mapping[str, ParameterSpec],
+    ties: Mapping[str, str],
+) -> list[ParamSpec]:
+    """What the flat storage of a rank with these chunks holds.
+
+    Raises:
+        UsageError: a chunk has a parameter that ``specs`` does not list.
+    """
+    found = []
     for index, chunk in chunks.items():
         for name, parameter in named_parameters(chunk):
-            if name not in specs:
+            source = ties.get(name)
+            if (source or name) not in specs:
                 raise UsageError(
                     f"the model's layers hold a parameter {name!r} that its parameters() does not list: add a ParameterSpec "
                     "for it (name, shape, initialisation, weight decay, mesh axes) in the model's file"
                 )
-            spec = specs[name]
+            spec = specs[source or name]
             axes = tuple(None for _ in spec.shape)  # what the mesh cuts here; spec.axes says what it may cut
             decay = optimizers.decays(config, spec)
-            params.append(ParamSpec(name, spec.shape, decay, axes, trainable=parameter.requires_grad, group=index))
-    dtypes = {
-        "master_dtype": wide,
-        "param_dtype": dtype,
-        "grad_dtype": optimizers.grad_dtype(config),
-        "moment_dtype": optimizers.moment_dtype(config),
-    }
-    return FlatBuffers(params, **dtypes, device=device, shard=shard)
+            group = TIED if name in ties.values() else index
+            trainable = parameter.requires_grad
+            found.append(ParamSpec(name, spec.shape, decay, axes, trainable=trainable, group=group, tied_to=source))
+    return found
+
+
+def _flat_storages(
+    config: Config, params: list[ParamSpec], dtype: torch.dtype, device: torch.device, shard: Shard | None
+) -> FlatBuffers:
+    return FlatBuffers(
+        params,
+        master_dtype=torch.float64 if dtype is torch.float64 else torch.float32,
+        param_dtype=dtype,
+        grad_dtype=optimizers.grad_dtype(config),
+        moment_dtype=optimizers.moment_dtype(config),
+        device=device,
+        shard=shard,
+    )
 
 
 def shard_of(config: Config, mesh: Mesh) -> Shard | None:
@@ -377,6 +393,12 @@ def shard_of(config: Config, mesh: Mesh) -> Shard | None:
 
 def _initialise(flat: FlatBuffers, specs: dict[str, ParameterSpec], seed: int) -> None:
     """First weights. Where masters are sharded each is made whole in turn: the values do not depend on who holds what."""
+    for name in flat.tied_param_buffers:
+        source = flat.tied[name].tied_to
+        assert source is not None
+        whole = torch.empty(specs[source].shape, dtype=flat.master_buffer.dtype, device=flat.device)
+        initialise_({source: (whole, specs[source].init_std)}, seed)
+        flat.param(name).copy_(whole)
     if flat.whole_masters:
         initialise_({n: (flat.master(n), specs[n].init_std) for n in flat.names}, seed)
         flat.gather()
@@ -443,13 +465,33 @@ def _block_order(model: Decoder, plan: Plan, counts: list[int], flat: FlatBuffer
         for index in plan.placement.chunks(rank):
             if rank == mesh.coord("pp"):
                 continue
-            names += [name for name, parameter in named_parameters(model.meta_chunk(index, counts)) if parameter.requires_grad]
+            held_there = named_parameters(model.meta_chunk(index, counts))
+            names += [name for name, parameter in held_there if parameter.requires_grad and name not in model.ties]
         names_of_rank.append(flat.trainable_names if rank == mesh.coord("pp") else names)
     held = {name for names in names_of_rank for name in names}
     for spec in model.parameters():
         if spec.name in held:
             sizes[spec.name] = int(torch.Size(spec.shape).numel())
     return BlockOrder(list(sizes.items()), names_of_rank)
+
+
+def tied_weights(model: Decoder, plan: Plan, counts: list[int], flat: FlatBuffers, mesh: Mesh) -> TiedWeights | None:
+    """Who holds the layers of each tied weight; None where the model ties none.
+
+    Raises:
+        UsageError: one of two layers that share a weight is frozen, the other is not.
+    """
+    if not model.ties:
+        return None
+    places, trainable = {}, {}
+    for chunk in range(plan.placement.num_chunks):
+        for name, parameter in named_parameters(model.meta_chunk(chunk, counts)):
+            places[name], trainable[name] = plan.placement.ranks[chunk], parameter.requires_grad
+    for copy, source in model.ties.items():
+        if trainable[copy] != trainable[source]:
+            frozen, other = (copy, source) if trainable[source] else (source, copy)
+            raise UsageError(f"{frozen} is frozen and {other} is not, but they are one weight: freeze both or neither")
+    return TiedWeights(flat, mesh, model.ties, places)
 
 
 def _stages(
@@ -463,7 +505,7 @@ def _stages(
 ) -> dict[int, Stage]:
     shape = BorderShape(config.data.microbatch_size, config.data.seq_len, config.model.hidden_size, dtype)
     counts = plan.slots[mesh.coord("pp")].i_slots.count
-    grads = {name: flat.grad(name) for name in flat.trainable_names}
+    grads = {name: flat.grad(name) for name in flat.gradient_names}
     last = plan.placement.num_chunks - 1
     return {
         index: Stage(
@@ -499,10 +541,14 @@ def _register(
     trained = dict.fromkeys(("master_buffer", "moment1_buffer", "moment2_buffer"), Rule.GUARDED)
     if flat.separate_params:
         trained["param_buffer"] = Rule.GUARDED
-    register.add_object("flat", flat, {**trained, "grad_buffer": Rule.SCRATCH})
+    trained |= {f"tied_param_buffers.{name}": Rule.GUARDED for name in flat.tied_param_buffers}
+    scratch = ["grad_buffer", *(f"tied_grad_buffers.{name}" for name in flat.tied_grad_buffers)]
+    register.add_object("flat", flat, trained | dict.fromkeys(scratch, Rule.SCRATCH))
     for name, tensor in cache.tensors():
         register.add(f"cache/{name}", tensor, owner="cache", rule=Rule.GUARDED)
     received = {} if flat.buckets is None else {"_exchange/received": Rule.SCRATCH}
+    if end.tied is not None:
+        received |= {f"tied/received.{name}": Rule.SCRATCH for name in end.tied.received}
     for owner, part in (("timeline", timeline), ("optimizer", optimizer), ("step_end", end)):
         # What they share with flat and cache has its rule already.
         register.add_object(owner, part, received if part is end else None)

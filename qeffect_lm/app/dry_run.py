@@ -13,14 +13,13 @@ from pipeline.plan import Plan
 from pipeline.simulate import simulate
 from pipeline.timeline_text import render
 from qeffect_lm.app import optimizer as optimizers
-from qeffect_lm.app.assemble import DTYPES, check_supported, make_plan, make_recipe, shard_of
+from qeffect_lm.app.assemble import DTYPES, check_supported, make_plan, make_recipe, param_specs, shard_of
 from qeffect_lm.app.auto_plan import decide, explain, needs_profile
 from qeffect_lm.app.profile import made_up_batch, profile
 from qeffect_lm.app.sources import check_tokenizer
 from qeffect_lm.config import Config
-from qeffect_lm.layers.base import named_parameters
 from qeffect_lm.optim.buckets import BucketPlan
-from qeffect_lm.optim.flat import ParamSpec, Shard, layout, plan_of
+from qeffect_lm.optim.flat import Entry, ParamSpec, Shard, layout, plan_of
 from qeffect_lm.parallel.mesh import Mesh
 
 MIB = 1024 * 1024
@@ -123,25 +122,32 @@ def _moment(config: Config) -> int:
 def _buckets(
     config: Config, plan: Plan, rank: int, specs: dict[str, ParameterSpec], counts: list[int], shard: Shard
 ) -> BucketPlan:
-    dtype = DTYPES[config.precision.dtype]
-    model = build_model(config, make_recipe(config), dtype)
-    chunks = [model.meta_chunk(chunk, counts) for chunk in plan.placement.chunks(rank)]
-    held = [(name, parameter.requires_grad) for chunk in chunks for name, parameter in named_parameters(chunk)]
-    params = [
-        ParamSpec(name, specs[name].shape, optimizers.decays(config, specs[name]), trainable=trainable)
-        for name, trainable in held
-    ]
-    grad = optimizers.grad_dtype(config).itemsize
-    return plan_of(*layout(params, (_wide(config), dtype.itemsize, grad, _moment(config))), shard, grad)
+    return plan_of(*_layout(config, held_by(config, plan, rank, specs, counts)), shard, optimizers.grad_dtype(config).itemsize)
+
+
+def _layout(config: Config, params: list[ParamSpec]) -> tuple[dict[str, Entry], list[int]]:
+    """Where a rank's parameters lie, as :class:`~qeffect_lm.optim.flat.FlatBuffers` puts them."""
+    dtypes = DTYPES[config.precision.dtype], optimizers.grad_dtype(config)
+    return layout(params, (_wide(config), _moment(config), *(dtype.itemsize for dtype in dtypes)))
+
+
+def held_by(
+    config: Config, plan: Plan, rank: int, specs: dict[str, ParameterSpec], counts: list[int]
+) -> list[ParamSpec]:
+    """The parameters and tied weights of one pipeline rank."""
+    model = build_model(config, make_recipe(config), DTYPES[config.precision.dtype])
+    return param_specs(config, {c: model.meta_chunk(c, counts) for c in plan.placement.chunks(rank)}, specs, model.ties)
 
 
 def memory_of(config: Config, plan: Plan, rank: int, specs: dict[str, ParameterSpec], counts: list[int]) -> dict[str, int]:
     """Bytes of one pipeline rank by category."""
     dtype = DTYPES[config.precision.dtype]
     wide = _wide(config)
-    model = build_model(config, make_recipe(config), dtype)
-    names = [name for chunk in plan.placement.chunks(rank) for name, _ in named_parameters(model.meta_chunk(chunk, counts))]
+    held = held_by(config, plan, rank, specs, counts)
+    names = [param.name for param in held if param.tied_to is None]
     size = sum(prod(specs[name].shape) for name in names)
+    tied = [param for param in held if param.tied_to is not None]
+    copies = sum(param.numel for param in tied if param.tied_to not in names)
     fp8 = config.precision.fp8.recipe != "none"
     cached = sum(prod(specs[n].shape) for n in names if fp8 and len(specs[n].shape) == 2 and n.startswith("layers."))
     separate = dtype.itemsize != wide
@@ -151,8 +157,8 @@ def memory_of(config: Config, plan: Plan, rank: int, specs: dict[str, ParameterS
         buckets = _buckets(config, plan, rank, specs, counts, shard)
         owned = max(buckets.owned(replica) for replica in range(shard.ranks))
     return {
-        "parameters": owned * wide + size * dtype.itemsize if separate else size * wide,
-        "gradients": size * optimizers.grad_dtype(config).itemsize,
+        "parameters": (owned * wide + size * dtype.itemsize if separate else size * wide) + copies * dtype.itemsize,
+        "gradients": (size + sum(param.numel for param in tied)) * optimizers.grad_dtype(config).itemsize,
         "optimizer": 2 * owned * _moment(config),
         "caches": 2 * cached,
         "activations": _activations(config, plan, rank, counts),

@@ -72,9 +72,9 @@ def accumulate_mm(
     """``out = beta * out + a @ b.T`` straight into ``out`` (a main-gradient view), no temporary and no zero-fill.
 
     ``beta`` is 0 (what ``out`` held, NaN included, is gone) or 1. ``a`` ``[m, k]``, ``b`` ``[n, k]``, ``out`` ``[m, n]``; the
-    product is made in ``out``'s dtype, or for bfloat16 in float32, where the sum is rounded once. 16-bit operands on a GPU go in
-    as they are: their products are exact in float32. (Where no such product exists, as of a CPU or of float32 into bfloat16,
-    there is a temporary.)
+    product is made in ``out``'s dtype, or for bfloat16 in float32, and then the sum is rounded once. 16-bit operands on a GPU
+    go in as they are: their products are exact in float32. (Where no such product exists, as of a CPU or of float32 into
+    bfloat16, there is a temporary.)
     """
     if a.is_cuda and a.dtype in GPU_DTYPES:
         _bound(library).matmul(out, a, b, beta=beta)

@@ -9,6 +9,10 @@ parameters starts at zero and stays zero.
 With a :class:`Shard` (ZeRO stage 1) the buffers of masters and moments hold only what this data-parallel rank owns, one piece
 of the flat range behind the other (:mod:`qeffect_lm.optim.buckets`); parameters and main gradients stay whole.
 
+A *tied* weight is another parameter's, perhaps another rank's (``ParamSpec.tied_to``). It has a main gradient of its own, in a
+buffer beside the others, since two layers write it; and where the parameter itself lies on another rank, a copy of it in the
+compute dtype. It has no master and no moments, and neither optimizer nor norm know of it.
+
 Buffers are allocated once and only ever written in place: a captured graph may bake their addresses.
 """
 
@@ -34,7 +38,8 @@ class ParamSpec:
     or None; left out, no dimension is cut. ``global_shape`` and ``start`` (first index of this piece per
     dimension) are needed when a dimension is cut. ``decay`` says whether weight decay applies. A parameter
     with ``trainable=False`` is stored and saved, but has no main gradient and no moments and is never
-    updated. ``group`` is the pipeline chunk whose work completes its gradient.
+    updated. ``group`` is the pipeline chunk whose work completes its gradient. ``tied_to`` names the parameter that
+    this weight is (tied embeddings).
     """
 
     name: str
@@ -45,6 +50,7 @@ class ParamSpec:
     start: tuple[int, ...] | None = None
     trainable: bool = True
     group: int = 0
+    tied_to: str | None = None
 
     @property
     def numel(self) -> int:
@@ -122,6 +128,7 @@ class FlatBuffers:
         moment_dtype = master_dtype if moment_dtype is None else moment_dtype
         dtypes = (master_dtype, param_dtype, grad_dtype, moment_dtype)
         self.entries, bounds = layout(specs, [dtype.itemsize for dtype in dtypes])
+        self.tied = {spec.name: spec for spec in specs if spec.tied_to is not None}
         self.decay_range = slice(bounds[0], bounds[1])
         self.no_decay_range = slice(bounds[1], bounds[2])
         self.frozen_range = slice(bounds[2], bounds[3])
@@ -143,6 +150,10 @@ class FlatBuffers:
         self.grad_buffer = zeros(bounds[2], grad_dtype)
         self.moment1_buffer = zeros(moments, moment_dtype)
         self.moment2_buffer = zeros(moments, moment_dtype)
+        self.tied_grad_buffers = {name: zeros(spec.numel, grad_dtype) for name, spec in self.tied.items() if spec.trainable}
+        self.tied_param_buffers = {
+            name: zeros(spec.numel, param_dtype) for name, spec in self.tied.items() if spec.tied_to not in self.entries
+        }
 
     @property
     def names(self) -> list[str]:
@@ -153,6 +164,11 @@ class FlatBuffers:
     def trainable_names(self) -> list[str]:
         """Names of the parameters that have gradients and moments, in storage order."""
         return [name for name, entry in self.entries.items() if entry.segment != "frozen"]
+
+    @property
+    def gradient_names(self) -> list[str]:
+        """Whatever has a main gradient here: the trainable parameters, then tied weights."""
+        return [*self.trainable_names, *self.tied_grad_buffers]
 
     def entry(self, name: str) -> Entry:
         """Where ``name`` lies. Raises KeyError naming what this rank holds."""
@@ -232,11 +248,19 @@ class FlatBuffers:
 
     def param(self, name: str) -> torch.Tensor:
         """The values layers compute with (compute dtype), a live view; the master itself when dtypes are
-        equal."""
-        return self._view(self.param_buffer, self.entry(name))
+        equal. Of a tied weight the parameter that it is, or its copy."""
+        spec = self.tied.get(name)
+        if spec is None:
+            return self._view(self.param_buffer, self.entry(name))
+        if name in self.tied_param_buffers:
+            return self.tied_param_buffers[name].view(spec.shape)
+        assert spec.tied_to is not None
+        return self.param(spec.tied_to)
 
     def grad(self, name: str) -> torch.Tensor:
         """The main gradient, a live view. Raises KeyError for a frozen parameter."""
+        if name in self.tied_grad_buffers:
+            return self.tied_grad_buffers[name].view(self.tied[name].shape)
         return self._view(self.grad_buffer, self._trainable(name))
 
     def moment1(self, name: str) -> torch.Tensor:
@@ -262,8 +286,13 @@ class FlatBuffers:
 
     def logical_tensors(self) -> list[LogicalTensor]:
         """Saved state: ``master/``, ``moment1/``, ``moment2/`` and, where separately stored, ``param/`` +
-        name."""
+        name. The copy of another rank's parameter is listed under that one's name, as a replica."""
         tensors: list[LogicalTensor] = []
+        for name in self.tied_param_buffers:
+            spec = self.tied[name]
+            kind, role = ("param", Role.PARAM) if self.separate_params else ("master", Role.MASTER)
+            copy = self._logical(f"{kind}/{spec.tied_to}", self.param(name), role, spec)
+            tensors.append(replace(copy, replicated=(*copy.replicated, "pp")))
         for name, entry in self.entries.items():
             spec = entry.spec
             if self.whole_masters:
@@ -312,6 +341,7 @@ class FlatBuffers:
     def bytes(self) -> int:
         """Bytes of all buffers together (parameters, masters, main gradients, moments)."""
         buffers = [self.master_buffer, self.grad_buffer, self.moment1_buffer, self.moment2_buffer]
+        buffers += [*self.tied_grad_buffers.values(), *self.tied_param_buffers.values()]
         if self.separate_params:
             buffers.append(self.param_buffer)
         return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
@@ -359,7 +389,7 @@ def layout(specs: Sequence[ParamSpec], itemsizes: Sequence[int]) -> tuple[dict[s
     for segment, decay, trainable in segments:
         end = bounds[-1]
         for spec in specs:
-            if spec.trainable != trainable or (decay is not None and spec.decay != decay):
+            if spec.tied_to is not None or spec.trainable != trainable or (decay is not None and spec.decay != decay):
                 continue
             spec.check()
             if spec.name in entries:
