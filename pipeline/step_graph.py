@@ -172,8 +172,8 @@ def make(engine: Engine, graph: Graph, optimizer: bool, marks: Sequence[Mark] = 
     assert engine.summaries is not None
     place = cut(engine.actions, optimizer)
     inside, rest = engine.actions[:place], engine.actions[place:]
-    end = engine.end
-    program = rank_program(engine.plan, engine.rank, bool(engine.cache.names), end.replicated, end.tied is not None)
+    replicas, tied = engine.end.replicated, engine.end.tied is not None
+    program = rank_program(engine.plan, engine.rank, bool(engine.cache.names), replicas, tied)
     if rest:
         end = next(place for place, op in enumerate(program) if op.work == "SUM")
         program = program[:end]

@@ -105,9 +105,13 @@ def test_two_replicas() -> None:
         {"optim__zero": 1},
         {"optim__zero": 1, "parallel__bucket_mib": 64.0},
         {"optim__zero": 1, **FLOAT64},
+        *({"optim__zero": zero, "precision__main_grads": "bfloat16"} for zero in (0, 1)),
     ]
     results = run_distributed(_runs, 2, {"dp": 2}, variants, timeout=240)
     states = assert_equal_runs(results, 4)
+    narrow = [results[rank][number] for rank in range(2) for number in (5, 6)]
+    assert all(one[0] == narrow[0][0] for one in narrow) and narrow[0][0][1] != results[0][0][0][1]
+    assert [n for n in states[5] if not same_bits(states[5][n], states[6][n])] == []
     shares = [rank[1][2] for rank in results]
     assert sum(shares) == pytest.approx(1) and max(shares) < 0.75 and results[0][0][2] == 1
     settings = {**SHARED, **FLOAT64, "pipeline__microbatches": 4}
