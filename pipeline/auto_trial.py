@@ -116,7 +116,7 @@ class Trial:
 
 
 def shortened(problems: Mapping[str, Problem]) -> dict[str, Problem] | None:
-    """The same problems with fewer microbatches, where the full ones are large and that at least halves them; else None.
+    """The same problems with fewer microbatches, where the full ones are large and that saves a quarter of them; else None.
 
     The number keeps its remainder by the number of ranks: interleaved orders run in groups of so many.
     """
@@ -125,7 +125,7 @@ def shortened(problems: Mapping[str, Problem]) -> dict[str, Problem] | None:
     each = max(problem.operations for problem in problems.values()) // m
     fewer = max(FILLED * p, LARGE // each)
     fewer += (m - fewer) % p
-    if each * m <= LONG or 2 * fewer > m:
+    if each * m <= LONG or 4 * fewer > 3 * m:
         return None
     return {shape: replace(problem, microbatches=fewer) for shape, problem in problems.items()}
 
