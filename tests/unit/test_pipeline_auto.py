@@ -502,7 +502,7 @@ SHORTER = [(32, 256, 96), (64, 1024, 192), (32, 250, 122), (5, 1004, 334), (64, 
 
 @pytest.mark.parametrize(("p", "m", "fewer"), SHORTER)
 def test_how_many_microbatches_are_enough(p, m, fewer):
-    """As many as fill the pipeline and more, at most three quarters, the same remainder by the ranks; the paper's sizes in full."""
+    """As many as fill the pipeline, at most three quarters, the same remainder by the ranks; the paper's sizes in full."""
     problems = {shape: _problem(shape, p, m, (1.0, 1.0, 1.0), 0.0, (1.0, 1.0), None, "span") for shape in SHAPES}
     short = shortened(problems)
     assert (short is None) == (fewer is None)
