@@ -22,21 +22,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 
-from models.spec import ParameterSpec
 from pipeline.actions import Action, Kind
 from pipeline.plan import Plan, make_plan
 from pipeline.schedules import Placement
-from qeffect_lm.app import assemble as assembling
-from qeffect_lm.app.assemble import Assembly
+from qeffect_lm.app.assemble import Assembly, assemble
 from qeffect_lm.config import Config
 from qeffect_lm.contract.leases import Slot
 from qeffect_lm.data.loader import StepBatch
-from qeffect_lm.optim.flat import FlatBuffers
+from tools.benchmarks.weights import drawn_on_device
 
 SHAPES = ((1024, 512), (1024, 2048), (2048, 1024), (2048, 2048), (4096, 1024), (4096, 2048), (4096, 4096))
 LAYERS, MICROBATCHES = 4, 4
@@ -132,17 +129,8 @@ def ours(size: Size, backend: str) -> Iterator[tuple[str, Round, float]]:
 
 def assembled(size: Size, backend: str) -> Assembly:
     """All of :func:`plan` on this process, eager so far."""
-    with mock.patch.object(assembling, "_initialise", _random_weights):
-        return assembling.assemble(size.config(backend, "eager"), plan=plan())
-
-
-def _random_weights(flat: FlatBuffers, specs: dict[str, ParameterSpec], seed: int) -> None:
-    """As for training, but drawn on the GPU: a fresh run's weights, drawn on the CPU, take longer than the measurement."""
-    generator = torch.Generator(flat.device).manual_seed(seed)
-    for name in flat.names:
-        std = specs[name].init_std
-        flat.master(name).fill_(1.0) if std is None else flat.master(name).normal_(std=std, generator=generator)
-    flat.gather()
+    with drawn_on_device():
+        return assemble(size.config(backend, "eager"), plan=plan())
 
 
 def fill(assembly: Assembly) -> None:

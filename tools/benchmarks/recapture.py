@@ -1,7 +1,6 @@
-"""Seconds to capture a large stage, as a restart does: assembled, warm-up and transaction included, weights read or not.
+"""Seconds to capture a large stage, as a restart does: assembled, warm-up and transaction included.
 
-The stage is 32 layers of 4096 by default, on one GPU, with its optimizer (moments in bfloat16, so that it fits). Weights are
-left as allocated: a capture takes down launches and addresses, whatever the values are.
+The stage is 32 layers of 4096 by default, on one GPU, with its optimizer (moments in bfloat16, so that it fits).
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ import gc
 import time
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 
-from qeffect_lm.app import assemble as assembling
+from qeffect_lm.app.assemble import assemble
 from qeffect_lm.config import Config
 from qeffect_lm.data.loader import StepBatch
+from tools.benchmarks.weights import drawn_on_device
 
 MICROBATCHES = 4
 
@@ -63,8 +62,8 @@ def measure(size: StageSize, scope: str, schedule: str) -> dict[str, Any]:
     """Assemble, capture twice (the second one in a warm process), one step; seconds of each."""
     torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
-    with mock.patch.object(assembling, "_initialise", lambda flat, specs, seed: None):
-        assembly = assembling.assemble(size.config(scope, schedule))
+    with drawn_on_device():
+        assembly = assemble(size.config(scope, schedule))
     assembly.rebuild_caches()
     torch.cuda.synchronize()
     row: dict[str, Any] = {"scope": scope, "schedule": schedule, "assemble_s": time.perf_counter() - began}

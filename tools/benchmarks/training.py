@@ -1,7 +1,7 @@
 """Whole training steps on GPUs: milliseconds, tokens/s, memory, and the bubble measured against the plan's.
 
-One process a GPU. The engine and everything around it is the one that trains; only the tokens are made up. A step is timed
-from one host synchronisation to the next, optimizer included: the median on the slowest rank. ``stream`` is the mean of steps
+One process a GPU. The engine and everything around it is the one that trains; only tokens and weights are made up. A step is
+timed from one host synchronisation to the next, optimizer included: the median on the slowest rank. ``stream`` is the mean of steps
 that follow each other without a host wait.
 """
 
@@ -26,6 +26,7 @@ from qeffect_lm.app.auto_plan import choose_plan
 from qeffect_lm.config import Config, load_config
 from qeffect_lm.data.loader import StepBatch
 from qeffect_lm.parallel.mesh import Mesh
+from tools.benchmarks.weights import drawn_on_device
 
 WARM_UP = 6
 
@@ -75,16 +76,25 @@ def measure(case: Case, presets: Path, steps: int, say: Callable[[str], None]) -
     data = batches(config)
     inputs = [next(data) for _ in range(4)]
     torch.cuda.reset_peak_memory_stats()
-    assembly = assemble(config, mesh, choose_plan(config, mesh, comm, lambda: inputs[0], say))
+    peaks: dict[str, float] = {}
+    with drawn_on_device():
+        assembly = assemble(config, mesh, choose_plan(config, mesh, comm, lambda: inputs[0], say))
+    peaks["assemble"] = _peak_gib()
     began = time.perf_counter()
     assembly.prepare(inputs[0])
     torch.cuda.synchronize()
+    prepare_s = time.perf_counter() - began
+    peaks["calibrate and capture"] = _peak_gib()
+    figures = timed(assembly.engine, inputs, steps, world)
+    peaks["steps"] = _peak_gib()
     captured = assembly.engine.captured
     mine = {
-        "prepare_s": time.perf_counter() - began,
+        "prepare_s": prepare_s,
         "graphs": 0 if captured is None else len(captured.graphs()),
         "pool_gib": 0.0 if captured is None else captured.bytes() / 2**30,
-        **timed(assembly.engine, inputs, steps, world),
+        **figures,
+        "peak_gib": peaks,
+        "alloc_gib": max(peaks.values()),
     }
     if captured is not None and captured.step is not None:  # once more, with times in the graph
         assembly.config = case.config(presets, world, "graphs.timed=true")
@@ -105,7 +115,7 @@ def measure(case: Case, presets: Path, steps: int, say: Callable[[str], None]) -
         "ms": slowest,
         "tokens_per_second": 1e3 * inputs[0].tokens / slowest,
         **{key: max(row[key] for row in every) for key in ("stream_ms", "prepare_s")},
-        **{key: [row[key] for row in every] for key in ("alloc_gib", "reserved_gib", "pool_gib", "graphs")},
+        **{key: [row[key] for row in every] for key in ("alloc_gib", "peak_gib", "reserved_gib", "pool_gib", "graphs")},
         "losses": mine["losses"],
         **bubble,
     }
@@ -138,7 +148,6 @@ def timed(engine: Engine, inputs: list[StepBatch], steps: int, world: int) -> di
         "ms": statistics.median(milliseconds),
         "stream_ms": stream,
         "losses": [*losses, float(loss)],
-        "alloc_gib": torch.cuda.max_memory_allocated() / 2**30,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
     }
 
@@ -151,6 +160,13 @@ def measured_bubble(assembly: Assembly, inputs: list[StepBatch]) -> dict[str, An
         float(assembly.engine.step(step, inputs[step]).loss)
     report = meter.report(watch)
     return {key: report[key] for key in ("bubble", "bubble_predicted", "bubble_per_rank")}
+
+
+def _peak_gib() -> float:
+    """What the allocator gave out at most since the last call; memory that a graph uses counts where it was captured."""
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.reset_peak_memory_stats()
+    return peak
 
 
 def _meet(world: int) -> None:
