@@ -1,8 +1,8 @@
 """Whole training steps on GPUs: milliseconds, tokens/s, memory, and the bubble measured against the plan's.
 
 One process a GPU. The engine and everything around it is the one that trains; only tokens and weights are made up. A step is
-timed from one host synchronisation to the next, optimizer included: the median on the slowest rank. ``stream`` is the mean of steps
-that follow each other without a host wait.
+timed from one host synchronisation to the next, optimizer included: the median on the slowest rank. ``stream`` is the mean of
+steps that follow each other without a host wait.
 """
 
 from __future__ import annotations
