@@ -479,14 +479,18 @@ def tied_weights(model: Decoder, plan: Plan, counts: list[int], flat: FlatBuffer
     """Who holds the layers of each tied weight; None where the model ties none.
 
     Raises:
-        UsageError: one of two layers that share a weight is frozen, the other is not.
+        UsageError: one of two layers that share a weight is frozen, the other is not; or the one that ties it is in FP8.
     """
     if not model.ties:
         return None
     places, trainable = {}, {}
     for chunk in range(plan.placement.num_chunks):
-        for name, parameter in named_parameters(model.meta_chunk(chunk, counts)):
+        built = model.meta_chunk(chunk, counts)
+        for name, parameter in named_parameters(built):
             places[name], trainable[name] = plan.placement.ranks[chunk], parameter.requires_grad
+        for module in built.modules():
+            if isinstance(module, SplitLinear) and module.recipe is not None and module.weight_name in model.ties:
+                raise UsageError(f"{module.weight_name} is tied and in FP8, whose caches need a master: keep it out of FP8")
     for copy, source in model.ties.items():
         if trainable[copy] != trainable[source]:
             frozen, other = (copy, source) if trainable[source] else (source, copy)

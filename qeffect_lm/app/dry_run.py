@@ -20,13 +20,14 @@ from qeffect_lm.app.sources import check_tokenizer
 from qeffect_lm.config import Config
 from qeffect_lm.optim.buckets import BucketPlan
 from qeffect_lm.optim.flat import Entry, ParamSpec, Shard, layout, plan_of
+from qeffect_lm.optim.gradient_table import gradient_table
 from qeffect_lm.parallel.mesh import Mesh
 
 MIB = 1024 * 1024
 
 
-def describe(config: Config) -> str:
-    """The whole page, for a terminal 100 columns wide."""
+def describe(config: Config, gradients: bool = False) -> str:
+    """The whole page, for a terminal 100 columns wide; ``gradients``: with the place of every main gradient."""
     check_supported(config)
     plan, notes = _plan(config)
     model = build_model(config, make_recipe(config), DTYPES[config.precision.dtype])
@@ -48,6 +49,7 @@ def describe(config: Config) -> str:
         "",
         memory_table(config, plan, specs, counts),
         *bucket_tables(config, plan, specs, counts),
+        *(gradient_tables(config, plan, specs, counts) if gradients else []),
     ]
     return "\n".join([*parts, *_missing(config)])
 
@@ -105,6 +107,20 @@ def bucket_tables(config: Config, plan: Plan, specs: dict[str, ParameterSpec], c
         buckets = _buckets(config, plan, rank, specs, counts, shard)
         title = f"buckets of pipeline rank {rank}, in elements of the flat buffers; dp i from: the first that replica i owns"
         tables += ["", f"{title}:", buckets.table(optimizers.grad_dtype(config).itemsize)]
+    return tables
+
+
+def gradient_tables(config: Config, plan: Plan, specs: dict[str, ParameterSpec], counts: list[int]) -> list[str]:
+    """Per pipeline rank, where each main gradient lies (docs/gradients.md)."""
+    shard, dtype = shard_of(config, Mesh({"dp": config.parallel.dp})), optimizers.grad_dtype(config)
+    tables = []
+    for rank in range(plan.num_ranks):
+        params = held_by(config, plan, rank, specs, counts)
+        entries, _ = _layout(config, params)
+        buckets = None if shard is None else _buckets(config, plan, rank, specs, counts, shard)
+        tied = [param for param in params if param.tied_to is not None]
+        title = f"main gradients of pipeline rank {rank}, in its flat buffer; chunk: whose work completes them:"
+        tables += ["", title, gradient_table(entries, tied, dtype, buckets)]
     return tables
 
 

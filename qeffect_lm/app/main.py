@@ -11,7 +11,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 
 from qeffect_lm import __version__
 from qeffect_lm.config import Config, help_text, load_config
-from qeffect_lm.errors import QEffectError
+from qeffect_lm.errors import QEffectError, UsageError
 from qeffect_lm.runtime.apex_probe import probe_apex
 from qeffect_lm.runtime.determinism import apply_before_torch, apply_to_torch
 from qeffect_lm.runtime.install_check import check_installation
@@ -21,7 +21,7 @@ from qeffect_lm.runtime.launch import LaunchEnv, StopSignals
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="train.py",
-        usage="train.py CONFIG.yaml [section.key=value ...] [--dry-run]",
+        usage="train.py CONFIG.yaml [section.key=value ...] [--dry-run [--gradients]]",
         description="Train a language model as CONFIG.yaml says. Launch several ranks with torchrun, or with srun "
         "(ranks and master from SLURM_*).",
         epilog=help_text(100),
@@ -30,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("config", help="YAML configuration; it may inherit another by `base: other.yaml`")
     made.add_argument("overrides", nargs="*", metavar="section.key=value", help="override single keys")
     made.add_argument("--dry-run", action="store_true", help="print what would run (config, plan, memory) and train nothing")
+    made.add_argument("--gradients", action="store_true", help="with --dry-run: print where every main gradient lies, too")
     made.add_argument(
         "--accept-new-graphs", action="store_true", help="resume although captured graphs differ from the checkpoint's"
     )
@@ -65,6 +66,8 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
 
 
 def _run(arguments: argparse.Namespace, environ: MutableMapping[str, str]) -> int:
+    if arguments.gradients and not arguments.dry_run:
+        raise UsageError("--gradients prints with --dry-run only: add that, or leave it out")
     accept = ["checkpoint.accept_new_graphs=true"] if arguments.accept_new_graphs else []
     config: Config = load_config(arguments.config, [*arguments.overrides, *accept])
     apply_before_torch(environ, threads=config.train.threads)
@@ -77,7 +80,7 @@ def _run(arguments: argparse.Namespace, environ: MutableMapping[str, str]) -> in
         from qeffect_lm.app.dry_run import describe
 
         if env.rank == 0:
-            print(describe(config))
+            print(describe(config, arguments.gradients))
         return 0
     from qeffect_lm.app.run import train_run
 

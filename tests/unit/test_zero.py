@@ -11,7 +11,7 @@ import torch
 from models.decoder import Decoder
 from qeffect_lm.app.assemble import Assembly
 from qeffect_lm.layers.base import named_parameters
-from tests.tiny import Batch, batch, config, same_bits
+from tests.tiny import Batch, batch, config, same_bits, train
 from tests.unit.in_process import Ranks
 
 Outcome = tuple[list[Any], dict[str, torch.Tensor], Ranks]
@@ -148,3 +148,22 @@ def test_what_is_frozen_empty_or_not_finite(monkeypatch: pytest.MonkeyPatch) -> 
     plan = runs[1][2].parts[0].flat.buckets
     assert plan is not None and [bucket.names for bucket in plan.buckets if not bucket.trainable] == [(frozen,)]
     assert f"moment1/{frozen}" not in runs[1][1] and f"master/{frozen}" in runs[1][1]
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_tied_embeddings_of_two_replicas(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """G5 without stages (with: tests/dist/test_tied.py): two replicas of two microbatches are one process with four, in float64
+    up to the order of the sums."""
+    settings: dict[str, Any] = {"precision__dtype": "float64", "precision__fp8__recipe": "none"}
+    settings |= {"model__tie_word_embeddings": True, "parallel__bucket_mib": 0.02}
+    told, state, _ = run(2, monkeypatch, **settings, optim__zero=zero)
+
+    def together(step: int) -> Batch:
+        parts = [data(step, rank, 2) for rank in range(2)]
+        joined = (torch.cat([getattr(part, name) for part in parts]) for name in ("inputs", "targets", "loss_mask"))
+        return Batch(*joined, parts[0].tokens)
+
+    one = train(config(**{**SMALL, **settings, "pipeline__microbatches": 4}), 2, batches=together)
+    assert [norms for _, norms, _ in (step[0] for step in told)] == pytest.approx(one.norms, rel=1e-12)
+    moment = "moment1/embedding.weight"
+    torch.testing.assert_close(state[moment], one.tensors[moment], rtol=1e-10, atol=1e-15)
