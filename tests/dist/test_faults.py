@@ -66,7 +66,7 @@ def one_rank(rank: int, port: int, output: str, argv: list[str], name: str, plac
     if fault.plan is not None:
         plan = fault.plan(place.microbatch, 2)
         run.plan_of = lambda *_: plan  # type: ignore[assignment]
-        assemble.prove_rank = lambda *_: None  # type: ignore[assignment]  # it would refuse the plan
+        assemble.prove_rank = lambda *_, **__: None  # type: ignore[assignment]  # it would refuse the plan
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     main.leave(main.main(argv, os.environ), os.environ)
@@ -86,7 +86,7 @@ def expected(name: str, place: Place) -> Trap:
     settings = config(**{"parallel__pp": 2, "model__num_layers": 2, **fault.settings})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("qeffect_lm.app.assemble.Transport", lambda *_: None)
-        patch.setattr("qeffect_lm.app.assemble.prove_rank", lambda *_: None)
+        patch.setattr("qeffect_lm.app.assemble.prove_rank", lambda *_, **__: None)
         engine = assemble(settings, Mesh({"pp": 2}, fault.rank), plan).engine
     return fault.first(engine, place)
 
