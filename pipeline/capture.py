@@ -15,7 +15,7 @@ from pipeline.epochs import check_commits
 from pipeline.plan import GraphKey
 from pipeline.program import COLLECTIVE
 from pipeline.step_graph import GraphMarks, cut, make
-from qeffect_lm.contract.leases import Slot
+from qeffect_lm.contract.leases import Joint, Slot
 from qeffect_lm.contract.ledger import Scope, Summary
 from qeffect_lm.fp8.cache import LAYOUTS
 from qeffect_lm.graphs.backend import Graph, GraphBackend
@@ -40,10 +40,11 @@ def capture(engine: Engine, backend: GraphBackend, register: HiddenStateRegister
         engine.ledger.begin_step(-1)
         if backend.warms_up:
             _warm_up(engine)
-        places = dict.fromkeys((key.chunk, key.i_slot, key.w_slot) for key in keys)
-        for number, place in enumerate(places):
-            betas = sorted({k.beta for k in keys if (k.chunk, k.i_slot, k.w_slot) == place and k.beta is not None})
-            _capture_slot(engine, backend, register, captured, place, betas, -2 - number)
+        places: dict[tuple[int, int, int], list[GraphKey]] = {}
+        for key in keys:
+            places.setdefault((key.chunk, key.i_slot, key.w_slot), []).append(key)
+        for number, (place, mine) in enumerate(places.items()):
+            _capture_slot(engine, backend, register, captured, place, mine, -2 - number)
         _capture_end(engine, backend, register, captured)
     return _installed(engine, captured)
 
@@ -142,14 +143,19 @@ def _capture_end(engine: Engine, backend: GraphBackend, register: HiddenStateReg
 
 def _warm_up(engine: Engine) -> None:
     """Every kind of work once, eagerly, where it will be captured: libraries allocate and compile outside of any capture."""
+    coalesced = engine.plan.coalesce_w > 1
+    keys = engine.plan.graph_keys(engine.rank)
     with engine.computing():
         for chunk, stage in engine.stages.items():
             slots = (Slot("I", chunk, 0), Slot("W", chunk, 0))
             slot = stage.slots[0]
             works = (("F", stage.forward), ("I", stage.input_grad), ("W", stage.weight_grad))
-            for beta in (0, 1):  # F again, since I and W use up what it left
-                for kind, work in works:
-                    with engine.ledger.action(kind, chunk, WARM_UP, beta=beta if kind != "F" else None, slots=slots) as scope:
+            alone = Joint() if coalesced else None
+            products = {key.joint.members: key.joint for key in keys if key.chunk == chunk and key.joint is not None}
+            for beta, joint in ((0, alone), (1, alone), *((1, joint) for joint in products.values())):
+                for kind, work in works:  # F again, since I and W use up what it left
+                    first = beta if kind != "F" else None
+                    with engine.ledger.action(kind, chunk, WARM_UP, beta=first, slots=slots, joint=joint) as scope:
                         work(slot, scope)
         with torch.no_grad():
             engine.end.veto_()
@@ -181,34 +187,39 @@ def _capture_slot(
     register: HiddenStateRegister,
     captured: Captured,
     place: tuple[int, int, int],
-    betas: list[int],
+    keys: Sequence[GraphKey],
     microbatch: int,
 ) -> None:
-    """F once, then I and W for each beta, over one pair of slots; ``microbatch`` is a number no plan uses."""
+    """F once, then I and W for each beta of ``keys``, over one pair of slots; ``microbatch`` is a number no plan uses."""
     chunk, i_slot, w_slot = place
     stage = engine.stages[chunk]
     slot = stage.slots[i_slot]
     leases = engine.ledger.leases
     shares: list[Graph] = []
 
-    def record(kind: Kind, beta: int | None, work) -> None:  # noqa: ANN001
-        key = GraphKey(kind, chunk, i_slot, w_slot, beta)
+    coalesced = engine.plan.coalesce_w > 1
+
+    def record(kind: Kind, beta: int | None, work, product: Joint | None = None) -> None:  # noqa: ANN001
+        key = GraphKey(kind, chunk, i_slot, w_slot, beta, product)
+        joint = Joint() if coalesced and product is None else product
         summary: list[Summary] = []
 
         def inside() -> None:
             slots = (Slot("I", chunk, i_slot), Slot("W", chunk, w_slot))
-            with engine.ledger.action(str(kind), chunk, microbatch, beta=beta, slots=slots) as scope:
+            with engine.ledger.action(str(kind), chunk, microbatch, beta=beta, slots=slots, joint=joint) as scope:
                 work(scope)
                 summary.append(scope.summarise())
                 engine.ledger.check_roles(str(kind), chunk, microbatch, summary[0].roles)
 
-        label = f"{chunk}{kind} (I-slot {i_slot}, W-slot {w_slot}, beta {beta})"
+        several = "" if product is None else f", of {product.members} microbatches with beta {product.beta}"
+        label = f"{chunk}{kind} (I-slot {i_slot}, W-slot {w_slot}, beta {beta}{several})"
         graph = backend.capture(label, inside, register=register, shares=shares)
         captured.actions[key] = (graph, summary[0])
         shares.append(graph)
 
     record(Kind.F, None, lambda scope: stage.forward(slot, scope))
     left = leases.payloads(chunk, microbatch)
+    betas = sorted({key.beta for key in keys if key.beta is not None})
     for number, beta in enumerate(betas):
         leases.put_back(chunk, microbatch, left)
         keep = number < len(betas) - 1
@@ -217,6 +228,9 @@ def _capture_slot(
             stage.input_grad(slot, scope, keep=keep)
 
         record(Kind.I, beta, input_grad)
-        payloads = leases.payloads(chunk, microbatch).values()
-        captured.retained.setdefault(place, []).extend(tensor for payload in payloads for tensor in payload.tensors())
-        record(Kind.W, beta, lambda scope: stage.weight_grad(slot, scope))
+        payloads = leases.payloads(chunk, microbatch)
+        captured.retained.setdefault(place, []).extend(t for payload in payloads.values() for t in payload.tensors())
+        products = dict.fromkeys(key.joint for key in keys if key.kind is Kind.W and key.beta == beta)
+        for product in products or (None,):
+            leases.put_back(chunk, microbatch, payloads)
+            record(Kind.W, beta, lambda scope: stage.weight_grad(slot, scope), product)

@@ -1,14 +1,15 @@
-"""What was captured of a rank's plan, and how it is given up."""
+"""What was captured of a rank's plan, and how it is given up; what its microbatches retain until W."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from pipeline.plan import GraphKey
+from pipeline.stage import Stage
 from qeffect_lm.contract.errors import CaptureError
 from qeffect_lm.contract.ledger import Summary
 from qeffect_lm.graphs.backend import Graph
@@ -53,3 +54,24 @@ class Captured:
             graph.reset()
         if any(graph.pool_bytes for graph in graphs) and torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # only then do the pools' segments go back; each capture would else add its own
+
+
+def released_by(stage: Stage, w_slot: int, members: int, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Of the tensors that a microbatch retains, those that nobody reads after its W; for debugging.
+
+    Where W of several microbatches is one product, their operands lie in storages of the stage: the W that multiplies
+    ``members`` of them releases all of these, another W none.
+    """
+    if stage.joined is None:
+        return list(tensors)
+    shared = list(stage.joined.written(w_slot, members)) if members else []
+    return [*(tensor for tensor in tensors if not stage.joined.holds(tensor)), *shared]
+
+
+def poison_(tensor: torch.Tensor) -> None:
+    """Fill with NaN, so that a use after release shows in the numbers (integers, which have none, are left)."""
+    if tensor.dtype.is_floating_point:
+        if tensor.dtype.itemsize == 1:
+            tensor.detach().view(torch.uint8).fill_(0x7F)  # NaN in E4M3 and in E5M2
+        else:
+            tensor.detach().fill_(float("nan"))

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pipeline.actions import RECEIVES, SENDS, Action, Kind
+from pipeline.coalesce import members_of
 from pipeline.plan import Plan
 from pipeline.program import (
     BEGIN,
@@ -45,6 +46,7 @@ class Effects:
         i_slots, w_slots: (chunk, microbatch) → slot.
         replicas: there are some: the gradients of a chunk are reduced as soon as they are there, and not by REDUCE.
         tied: the rank holds a layer of a tied weight, whose gradients REDUCE adds and reduces.
+        coalesce_w, microbatches: how many microbatches' W are one product; of how many that a step has.
     """
 
     def __init__(
@@ -55,10 +57,15 @@ class Effects:
         w_slots: Mapping[Key, int],
         replicas: bool = False,
         tied: bool = False,
+        coalesce_w: int = 1,
+        microbatches: int = 1,
     ) -> None:
         self._reduced_early = replicas and not tied
         self._placement, self._chunks = placement, placement.chunks(rank)
         self._i, self._w = i_slots, w_slots
+        self._coalesce_w, self._microbatches = coalesce_w, microbatches
+        # Gradients of W, those of a product of several microbatches and those that I finishes are of different parameters.
+        self._gradients = ("grads_W", "grads_I") if coalesce_w == 1 else ("grads_W", "grads_J", "grads_I")
         self._made: dict[tuple, Op] = {}
 
     def launch(self, work: str, chunk: int | None = None, microbatch: int | None = None, stream: str = COMPUTE) -> Op:
@@ -111,9 +118,9 @@ class Effects:
             dx: BufferAccesses = () if first else ((mine("dx"), WRITE),)
             return (*reads, *retained, *_weights("backward"), *grads, *dx)
         if work == "W":
-            return (("retained_W", chunk, w), READ), (("grads_W", chunk), WRITE)
+            return self._weight_grad(chunk, microbatch, w)
         if work == "REDUCE_G":
-            return (("grads_W", chunk), WRITE), (("grads_I", chunk), WRITE)
+            return tuple(((part, chunk), WRITE) for part in self._gradients)
         if work in ("REDUCE_F", "REDUCE_I"):
             return ((f"amax_{_SCALES[work[-1]]}", WRITE),)  # read, exchanged, written back: it does not commute with a merge
         if work in ("COMMIT_F", "COMMIT_I"):
@@ -132,9 +139,14 @@ class Effects:
         assert work == "PASS_B", work
         return (mine("dx"), READ), (neighbour("dy", chunk - 1), WRITE)
 
+    def _weight_grad(self, chunk: int, microbatch: int, w: int) -> BufferAccesses:
+        members = 0 if self._coalesce_w == 1 else members_of(microbatch, self._coalesce_w, self._microbatches)
+        reads: BufferAccesses = tuple((("retained_W", chunk, place), READ) for place in range(w + 1 - max(members, 1), w + 1))
+        product: BufferAccesses = ((("grads_J", chunk), WRITE),) if members else ()
+        return (*reads, (("grads_W", chunk), WRITE), *product)
+
     def _of_rank(self, work: str) -> BufferAccesses:
-        # W's gradients and those that I finishes are of different parameters.
-        names: list[Buffer] = [(part, chunk) for chunk in self._chunks for part in ("grads_W", "grads_I")]
+        names: list[Buffer] = [(part, chunk) for chunk in self._chunks for part in self._gradients]
         reduced = () if self._reduced_early else names
         both = "amax_forward", "amax_backward"
         table: dict[str, BufferAccesses] = {
@@ -166,6 +178,12 @@ def last_writers(actions: Sequence[Action]) -> dict[Action, int]:
     return {action: chunk for chunk, action in last.items()}
 
 
+def effects_of(plan: Plan, rank: int, replicas: bool = False, tied: bool = False) -> Effects:
+    """The access lists of a plan's rank."""
+    i_slots, w_slots = plan.slots[rank].i_slots.index, plan.slots[rank].w_slots.index
+    return Effects(plan.placement, rank, i_slots, w_slots, replicas, tied, plan.coalesce_w, plan.microbatches)
+
+
 def program(plan: Plan, caches: bool = True, replicas: bool = False) -> Program:
     """The engine's program of a plan: every operation of one step, on all ranks.
 
@@ -178,7 +196,8 @@ def program(plan: Plan, caches: bool = True, replicas: bool = False) -> Program:
         UsageError: it holds a B.
     """
     rows = tuple(rank_program(plan, rank, caches, replicas) for rank in range(plan.num_ranks))
-    return Program(plan.schedule, plan.placement, plan.microbatches, plan.window, rows, plan.allow_unordered)
+    unordered, joined = plan.allow_unordered, plan.coalesce_w
+    return Program(plan.schedule, plan.placement, plan.microbatches, plan.window, rows, unordered, joined)
 
 
 def rank_program(
@@ -198,8 +217,7 @@ class _Row:
         self._completes = last_writers(plan.actions[rank]) if replicas else {}
         self._slots = plan.slots[rank]
         self._chunks = set(plan.placement.chunks(rank))
-        index = self._slots.i_slots.index, self._slots.w_slots.index
-        self._effects = Effects(plan.placement, rank, *index, replicas, tied)
+        self._effects = effects_of(plan, rank, replicas, tied)
         self._ops: list[Op] = []
         self._events = 0
         self._pending: dict[tuple[str, int, int], tuple[Op, int]] = {}
@@ -248,8 +266,9 @@ class _Row:
         graph = self._plan.graph_key(action)
         account: dict[str, int | None] = {"i_slot": graph.i_slot, "w_slot": graph.w_slot, "beta": graph.beta}
         if action.kind is not Kind.W:
-            account |= {"epoch": self._epochs[str(action.kind)], "version": 0}
-        return account
+            return account | {"epoch": self._epochs[str(action.kind)], "version": 0}
+        joint = self._plan.joint(action)
+        return account if joint is None else account | {"members": joint.members, "joint_beta": joint.beta}
 
     def _forward(self, action: Action) -> None:
         chunk, microbatch = action.key

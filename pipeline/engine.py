@@ -18,14 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from pipeline.actions import Action, Kind
 from pipeline.batch import StepBuffers, StepInput
-from pipeline.captured import Captured
-from pipeline.effects import Effects, last_writers
+from pipeline.captured import Captured, poison_, released_by
+from pipeline.effects import effects_of, last_writers
 from pipeline.epochs import check_commits, commits_before
 from pipeline.p2p import Pending, Transport
 from pipeline.plan import GraphKey, Plan
@@ -41,9 +41,6 @@ from qeffect_lm.errors import QEffectError
 from qeffect_lm.fp8.cache import LAYOUTS, WeightCache
 from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.runtime.watchdog import CompletionWatchdog
-
-if TYPE_CHECKING:
-    pass
 
 
 class Watch(Protocol):
@@ -102,8 +99,7 @@ class Engine:
         self.rank = mesh.coord("pp")
         self.actions = plan.actions[self.rank]
         self._slots = plan.slots[self.rank]
-        index = self._slots.i_slots.index, self._slots.w_slots.index
-        self._effects = Effects(plan.placement, self.rank, *index, end.replicated, end.tied is not None)
+        self._effects = effects_of(plan, self.rank, end.replicated, end.tied is not None)
         self._completes = last_writers(self.actions) if end.replicated else {}
         self.captured: Captured | None = None
         self.watch: Watch | None = None
@@ -308,8 +304,9 @@ class Engine:
             self.ledger.replay(summary, chunk, microbatch, slots=slots, epoch=epoch)
             graph.replay()
         else:
+            joint = self.plan.joint(action)
             with self.ledger.action(
-                str(action.kind), chunk, microbatch, beta=key.beta, slots=slots, epoch=epoch
+                str(action.kind), chunk, microbatch, beta=key.beta, slots=slots, epoch=epoch, joint=joint
             ) as scope:
                 work(scope)
             if self.summaries is not None:
@@ -353,12 +350,15 @@ class Engine:
             target.dy.copy_(source.dx)
 
     def _retained(self, action: Action) -> list[torch.Tensor]:
-        """Debug: what the microbatch retains until W, to be poisoned when W has read it."""
+        """Debug: what is retained until this W, to be poisoned when W has read it."""
+        key = self.plan.graph_key(action)
         if self.captured is None:
             payloads = self.ledger.leases.payloads(*action.key).values()
-            return [tensor for payload in payloads for tensor in payload.tensors()]
-        key = self.plan.graph_key(action)
-        return self.captured.retained[key.chunk, key.i_slot, key.w_slot]
+            tensors = [tensor for payload in payloads for tensor in payload.tensors()]
+        else:
+            tensors = self.captured.retained[key.chunk, key.i_slot, key.w_slot]
+        members = 0 if key.joint is None else key.joint.members
+        return released_by(self.stages[key.chunk], key.w_slot, members, tensors)
 
     # ---- transfers ---------------------------------------------------------------------------------------------
 
@@ -574,12 +574,3 @@ class Engine:
     def _mark(self, what: str, chunk: int, microbatch: int) -> None:
         """Remember an event after the work just launched, for whoever continues on another stream."""
         self._events[what, chunk, microbatch] = self.streams.record(self.compute_stream())
-
-
-def poison_(tensor: torch.Tensor) -> None:
-    """Fill with NaN, so that a use after release shows in the numbers (integers, which have none, are left)."""
-    if tensor.dtype.is_floating_point:
-        if tensor.dtype.itemsize == 1:
-            tensor.detach().view(torch.uint8).fill_(0x7F)  # NaN in E4M3 and in E5M2
-        else:
-            tensor.detach().fill_(float("nan"))

@@ -21,7 +21,7 @@ from pipeline.slots import Slots
 from qeffect_lm.contract.ledger import Summary
 
 if TYPE_CHECKING:
-    from pipeline.engine import Captured
+    from pipeline.captured import Captured
 
 
 def document(plan: Plan, rank: int, captured: Captured) -> list[str]:
@@ -45,7 +45,8 @@ def document(plan: Plan, rank: int, captured: Captured) -> list[str]:
 def graph_name(key: GraphKey) -> str:
     """``0W i=1 w=0 beta=1``: kind, chunk and the place it was captured for."""
     beta = "" if key.beta is None else f" beta={key.beta}"
-    return f"{key.chunk}{key.kind} i={key.i_slot} w={key.w_slot}{beta}"
+    joint = "" if key.joint is None else f" members={key.joint.members} joint={key.joint.beta}"
+    return f"{key.chunk}{key.kind} i={key.i_slot} w={key.w_slot}{beta}{joint}"
 
 
 def effects_text(summary: Summary) -> str:
@@ -58,8 +59,12 @@ def effects_text(summary: Summary) -> str:
         "weights": weights,
         "layers": summary.layers,
         "grads": summary.grads,
+        "idle": summary.idle,
+        "joined": summary.joined,
     }
     words = [f"{name}={','.join(values)}" for name, values in parts.items() if values]
+    if summary.joint is not None and summary.joint.members:
+        words.append(f"members={summary.joint.members} joint={summary.joint.beta}")
     if summary.beta is not None:
         words.append(f"beta={summary.beta}")
     return " ".join(words) or "none"

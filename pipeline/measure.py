@@ -10,12 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from statistics import median
 
 import torch
 
 from pipeline.actions import Action, Kind
-from pipeline.engine import Captured, Engine
+from pipeline.captured import Captured
+from pipeline.engine import Engine
 from pipeline.p2p import Transport, gather_rows
 from pipeline.schedules import Placement
 from pipeline.simulate import peak_activations, simulate
@@ -91,7 +93,8 @@ def _seconds(begin: Mark, end: Mark) -> float:
 
 @dataclass
 class Sizes:
-    """Bytes that one microbatch of a chunk holds after F (``m_b``) and after I (``m_w``), besides the slots' own buffers.
+    """Bytes that one microbatch of a chunk holds after F (``m_b``) and after I (``m_w``), besides the slots' own buffers
+    (those of W-slots among them, where W of several microbatches is one product).
 
     Looked up once: shapes do not change. Eagerly ``m_b`` is what autograd and the leases keep alive; of a captured plan it is
     all that F's graph made, which its pool keeps.
@@ -167,6 +170,7 @@ class Meter:
         self._device = engine.divisor.device
         self.sizes = Sizes(known)
         self._slots = sum(size * len(engine.stages[chunk].slots) for chunk, size in self.slot_bytes().items())
+        self._slots += sum(stage.joined.nbytes for stage in engine.stages.values() if stage.joined is not None)
         self._allocated = 0
         self._pools: tuple[Captured, int] | None = None  # the graphs whose pools were added up
 
@@ -205,7 +209,7 @@ class Meter:
         times = watch.times()
         means = [_mean(times.get((kind, chunk), ())) for kind in KINDS for chunk in range(chunks)]
         whole = engine.captured is not None and engine.captured.step is not None
-        leases = plan.slots[engine.rank].w_slots.peak  # a lease is held as long as its W-slot
+        leases = _most_leases(engine.actions)
         held = [0, 0, 0, 0] if whole else [watch.held, leases, *self._bytes(watch)]
         mine = [watch.span(), watch.busy(), *held, *means]
         rows = torch.zeros(plan.num_ranks, len(mine), dtype=torch.float64)
@@ -243,6 +247,12 @@ class Meter:
             grown = torch.cuda.max_memory_allocated(self._device) - self._allocated
             retained = grown if engine.captured is None else retained + grown
         return self._slots + retained, predicted
+
+
+def _most_leases(actions: Sequence[Action]) -> int:
+    """The most microbatches of a rank's chunks that are between F and W."""
+    changes = [(action.kind is Kind.F) - (action.kind is Kind.W) for action in actions]
+    return max(accumulate(changes), default=0)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -156,8 +156,9 @@ def _checked(valid: Plan | Program, mutant: Program | list[list[Action]]) -> tup
                 program = program_of(replace(valid, actions=tuple(map(tuple, mutant))))
             except (LookupError, PlanError, UsageError):
                 pass
-            unordered, window = valid.allow_unordered, valid.window
-            validate(mutant, valid.placement, valid.microbatches, lowered=True, allow_unordered=unordered, window=window)
+            unordered, window, joined = valid.allow_unordered, valid.window, valid.coalesce_w
+            placement, microbatches = valid.placement, valid.microbatches
+            validate(mutant, placement, microbatches, lowered=True, allow_unordered=unordered, window=window, coalesce_w=joined)
             assert program is not None, "a plan that has no slots was accepted"
         prove(program)
     except PlanError as error:
@@ -228,7 +229,7 @@ def _retargeted(op: Op, program: Program, row: Iterable[Op], streams: list[str],
         return
     if op.peer is not None:
         yield from (replace(op, peer=peer) for peer in range(program.placement.num_ranks) if peer != op.peer)
-    for name in ("i_slot", "w_slot", "epoch", "version"):
+    for name in ("i_slot", "w_slot", "epoch", "version", "members"):
         value = getattr(op, name)
         if value is not None:
             yield replace(op, **{name: value + 1})
@@ -236,6 +237,8 @@ def _retargeted(op: Op, program: Program, row: Iterable[Op], streams: list[str],
                 yield replace(op, **{name: value - 1})
     if op.beta is not None:
         yield replace(op, beta=1 - op.beta)
+    if op.joint_beta is not None:
+        yield replace(op, joint_beta=1 - op.joint_beta)
     yield from (other for other in dict.fromkeys(row) if other.work == op.work and other != op and other.kind == LAUNCH)
     buffers = sorted({buffer for other in row for buffer, _ in other.accesses}, key=str)
     for place, (buffer, access) in enumerate(op.accesses):

@@ -15,11 +15,13 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from pipeline.actions import Action, Kind, format_actions, parse_actions, place_of
+from pipeline.coalesce import check_size, members_of, together
 from pipeline.lower import lower
 from pipeline.schedules import Placement, find_schedule
 from pipeline.slots import Holding, SlotPlan, Slots, assign_slots
 from pipeline.validate import WINDOWS, validate
 from qeffect_lm.contract.errors import PlanError
+from qeffect_lm.contract.leases import Joint
 from qeffect_lm.errors import UsageError
 from qeffect_lm.units import whole_number
 
@@ -39,13 +41,15 @@ FORMAT = 1
 
 
 class GraphKey(NamedTuple):
-    """What a graph is captured for. ``beta``: None for F; else 0 for a gradient's first writer, 1 after."""
+    """What a graph is captured for. ``beta``: None for F; else 0 for a gradient's first writer, 1 after. ``joint``: of a W that
+    multiplies the operands of several microbatches."""
 
     kind: Kind
     chunk: int
     i_slot: int
     w_slot: int
     beta: int | None
+    joint: Joint | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Plan:
         actions: per rank, in order, lowered.
         allow_unordered: the plan declares that F, I and W of a chunk may leave microbatch order.
         holding: how long buffers are kept; the slots follow from it.
+        coalesce_w: how many microbatches' W of one weight are one product (:mod:`pipeline.coalesce`).
 
     Raises: PlanError for a B that writes only one of its two kinds of gradients first.
     """
@@ -71,6 +76,7 @@ class Plan:
     actions: tuple[tuple[Action, ...], ...]
     allow_unordered: bool = False
     holding: Holding = Holding()
+    coalesce_w: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "actions", tuple(tuple(row) for row in self.actions))
@@ -81,14 +87,33 @@ class Plan:
     @cached_property
     def slots(self) -> tuple[SlotPlan, ...]:
         """The colouring of each rank's slots and buffers; made when it is first asked for, as drawing a plan needs none."""
-        return tuple(assign_slots(row, self.holding) for row in self.actions)
+        return tuple(assign_slots(row, self.holding, self.coalesce_w) for row in self.actions)
 
     @cached_property
     def _graphs(self) -> Mapping[Action, GraphKey]:
         graphs: dict[Action, GraphKey] = {}
         for row, slots in zip(self.actions, self.slots, strict=True):
-            graphs.update(_graphs_of(row, slots))
+            graphs.update(self._graphs_of(row, slots))
         return MappingProxyType(graphs)
+
+    def _graphs_of(self, row: Sequence[Action], slots: SlotPlan) -> dict[Action, GraphKey]:
+        i_index, w_index = slots.i_slots.index, slots.w_slots.index
+        graphs = {}
+        for action, beta in _betas(row).items():
+            joint = self.joint(action)
+            if joint is not None and not joint.members:
+                joint = None
+            graphs[action] = GraphKey(action.kind, action.key[0], i_index[action.key], w_index[action.key], beta, joint)
+        return graphs
+
+    def joint(self, action: Action) -> Joint | None:
+        """What F, I or W does for the product of several microbatches; None where each W is a product of its own."""
+        if self.coalesce_w == 1:
+            return None
+        members = 0
+        if action.kind is Kind.W:
+            members = members_of(action.key[1], self.coalesce_w, self.microbatches)
+        return Joint(members, int(action.key[1] >= self.coalesce_w)) if members else Joint()
 
     @property
     def num_ranks(self) -> int:
@@ -115,6 +140,7 @@ class Plan:
             lowered=True,
             allow_unordered=self.allow_unordered,
             window=self.window,
+            coalesce_w=self.coalesce_w,
         )
 
     def text(self) -> str:
@@ -128,6 +154,7 @@ class Plan:
             f"window {self.window}",
             f"unordered {'yes' if self.allow_unordered else 'no'}",
             f"holding {_holding_text(holding)}",
+            *([f"coalesce_w {self.coalesce_w}"] if self.coalesce_w > 1 else []),  # absent: as before it existed
             *(f"rank {rank}: {format_actions(row)}" for rank, row in enumerate(self.actions)),
         ]
         return "\n".join(lines) + "\n"
@@ -152,6 +179,7 @@ class Plan:
                 "sends_in_flight": self.holding.sends_in_flight,
                 **({"spare_slots": True} if self.holding.spare_slots else {}),  # absent: as before it existed
             },
+            **({"coalesce_w": self.coalesce_w} if self.coalesce_w > 1 else {}),
             "actions": [format_actions(row) for row in self.actions],
             "fingerprint": self.fingerprint(),
         }
@@ -181,8 +209,11 @@ class Plan:
             placement = Placement(tuple(document["placement"]))
             microbatches, window = document["microbatches"], document["window"]
             unordered, stored = document["allow_unordered"], document["fingerprint"]
-            validate(actions, placement, microbatches, lowered=True, allow_unordered=unordered, window=window)
-            plan = cls(document["schedule"], placement, microbatches, window, actions, unordered, holding)
+            joined = check_size(document.get("coalesce_w", 1), microbatches)
+            _check_coalescing(joined, window, unordered, holding)
+            about = {"allow_unordered": unordered, "window": window, "coalesce_w": joined}
+            validate(actions, placement, microbatches, lowered=True, **about)
+            plan = cls(document["schedule"], placement, microbatches, window, actions, unordered, holding, joined)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise PlanError(f"not a stored plan: {type(error).__name__}: {error}") from error
         if stored != plan.fingerprint():
@@ -215,12 +246,19 @@ def _betas(row: Sequence[Action]) -> dict[Action, int | None]:
     return betas
 
 
-def _graphs_of(row: Sequence[Action], slots: SlotPlan) -> dict[Action, GraphKey]:
-    i_index, w_index = slots.i_slots.index, slots.w_slots.index
-    return {
-        action: GraphKey(action.kind, action.key[0], i_index[action.key], w_index[action.key], beta)
-        for action, beta in _betas(row).items()
+def _check_coalescing(coalesce_w: int, window: str, allow_unordered: bool, holding: Holding) -> None:
+    """What cannot be together with W of several microbatches as one product."""
+    if coalesce_w == 1:
+        return
+    wrong = {
+        "window 'microbatch', in which each microbatch has scales of its own": window != "step",
+        "a plan that leaves microbatch order": allow_unordered,
+        "spare slots": holding.spare_slots,
+        "I-slots that are held until W": holding.i_slot_until is not Kind.I,
     }
+    for what, found in wrong.items():
+        if found:
+            raise UsageError(f"coalesce_w={coalesce_w} does not go with {what}: leave it at 1")
 
 
 def make_plan(
@@ -232,14 +270,22 @@ def make_plan(
     window: str = "step",
     allow_unordered: bool = False,
     holding: Holding | None = None,
+    coalesce_w: int = 1,
 ) -> Plan:
-    """Lower and validate any compute plan. Raises PlanError (see :mod:`pipeline.validate`) or UsageError."""
+    """Lower and validate any compute plan. Raises PlanError (see :mod:`pipeline.validate`) or UsageError.
+
+    ``coalesce_w``: with more than 1, W of so many microbatches are moved together and become one product.
+    """
     microbatches = whole_number("the number of microbatches", microbatches)
-    validate(compute, placement, microbatches, lowered=False, allow_unordered=allow_unordered)
     holding = holding or Holding()
+    validate(compute, placement, microbatches, lowered=False, allow_unordered=allow_unordered)
+    coalesce_w = check_size(coalesce_w, microbatches)
+    if coalesce_w > 1:
+        _check_coalescing(coalesce_w, window, allow_unordered, holding)
+        compute = together(compute, coalesce_w, microbatches)
     rows = lower(compute, placement, window=window, i_slot_until=holding.i_slot_until, checked=True)
     actions = tuple(tuple(row) for row in rows)
-    plan = Plan(name, placement, microbatches, window, actions, allow_unordered, holding)
+    plan = Plan(name, placement, microbatches, window, actions, allow_unordered, holding, coalesce_w)
     plan.validate()
     return plan
 
@@ -253,6 +299,7 @@ def build_plan(
     chunks: int | None = None,
     *,
     holding: Holding | None = None,
+    coalesce_w: int = 1,
 ) -> Plan:
     """The plan of a named schedule.
 
@@ -266,6 +313,7 @@ def build_plan(
         chunks: chunks per rank; None: the schedule's own (1; 2 for the V shapes and, where any number may be
             asked for, the interleaved one).
         holding: how long buffers are kept; None: the defaults.
+        coalesce_w: how many microbatches' W of one weight are one product, 1 … ``microbatches``.
 
     Raises:
         UsageError: an unknown schedule or window, or numbers out of range.
@@ -274,7 +322,8 @@ def build_plan(
     if window not in WINDOWS:
         raise UsageError(f"unknown window {window!r}; use one of {', '.join(WINDOWS)}")
     compute = chosen(pp, microbatches, w_delay, chunks)
-    return make_plan(schedule, compute, chosen.placement(pp, chunks), microbatches, window=window, holding=holding)
+    placement = chosen.placement(pp, chunks)
+    return make_plan(schedule, compute, placement, microbatches, window=window, holding=holding, coalesce_w=coalesce_w)
 
 
 def peak_bytes(

@@ -13,7 +13,9 @@ engine's; :func:`pipeline.prove.prove` checks any.
     end                                           the step ends
 
 What is launched is named ``<chunk><work><microbatch>``, or by its work alone; :data:`WORKS` lists them. Fields: ``i``, ``w``
-the slots of F, I, W; ``beta`` 0 where I or W writes its gradients first, else 1; ``epoch`` the scale epoch that is read (F, I),
+the slots of F, I, W; ``beta`` 0 where I or W writes its gradients first, else 1; where W of several microbatches is one product
+(``coalesce_w``) ``members``, how many microbatches' operands a W multiplies (0: a later one does), and ``joint``, the beta of
+that product; ``epoch`` the scale epoch that is read (F, I),
 closed (commits) or used (REFRESH), and ``version`` the parameters' version that is read (F, I), made (STEP) or cached
 (REFRESH), both counted from the step's start; ``to``, ``from`` a transfer's other rank.
 """
@@ -74,7 +76,8 @@ _ACTION = {  # the plan's action that a piece of work belongs to, where the name
     "REDUCE_F": "COMMIT_F",
     "REDUCE_I": "COMMIT_I",
 }
-_FIELDS = {"i": "i_slot", "w": "w_slot", "beta": "beta", "epoch": "epoch", "version": "version"}
+_FIELDS = {"i": "i_slot", "w": "w_slot", "beta": "beta", "members": "members", "joint": "joint_beta"}
+_FIELDS |= {"epoch": "epoch", "version": "version"}
 _NAME = re.compile(rf"(\d+)?({'|'.join(sorted(WORKS, key=len, reverse=True))})(\d+)?", re.ASCII)
 
 
@@ -95,6 +98,8 @@ class Op:
     beta: int | None = None
     epoch: int | None = None
     version: int | None = None
+    members: int | None = None
+    joint_beta: int | None = None
 
     @property
     def name(self) -> str:
@@ -199,6 +204,7 @@ class Program:
     """What every rank does in one optimizer step: ``rows[rank]`` in host order.
 
     ``unordered`` declares that F, I and W of a chunk may leave microbatch order, so that sums depend on the schedule.
+    ``coalesce_w``: how many microbatches' W of one weight are one product.
     """
 
     schedule: str
@@ -207,6 +213,7 @@ class Program:
     window: str
     rows: tuple[tuple[Op, ...], ...]
     unordered: bool = False
+    coalesce_w: int = 1
 
     def with_row(self, rank: int, row: Iterable[Op]) -> Program:
         """The same program with another row for one rank."""
@@ -221,6 +228,7 @@ class Program:
             "microbatches": self.microbatches,
             "window": self.window,
             "unordered": self.unordered,
+            **({"coalesce_w": self.coalesce_w} if self.coalesce_w > 1 else {}),
             "ranks": [[str(op) for op in row] for row in self.rows],
         }
         return json.dumps(document, indent=1) + "\n"
@@ -244,7 +252,10 @@ class Program:
                 raise ValueError(f"{len(lines)} ranks, the placement has {placement.num_ranks}")
             rows = tuple(tuple(_parsed(line, rank, place) for place, line in enumerate(row)) for rank, row in enumerate(lines))
             unordered = document.get("unordered", False) is True
-            return cls(str(document["schedule"]), placement, microbatches, window, rows, unordered)
+            joined = document.get("coalesce_w", 1)
+            if type(joined) is not int or not 1 <= joined <= microbatches:
+                raise ValueError(f"coalesce_w {joined!r} with {microbatches} microbatches")
+            return cls(str(document["schedule"]), placement, microbatches, window, rows, unordered, joined)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"not a plan with its effects: {type(error).__name__}: {error}") from None
 

@@ -53,7 +53,7 @@ def prove(subject: Plan | Program) -> Proof:
     if isinstance(subject, Plan):
         subject.validate()
         subject = program_of(subject)
-    about = subject.placement, subject.microbatches, subject.window, subject.unordered
+    about = subject.placement, subject.microbatches, subject.window, subject.unordered, subject.coalesce_w
     checks = [RankCheck(row, rank, *about) for rank, row in enumerate(subject.rows)]
     for check in checks:
         for _ in range(STEPS):
@@ -72,7 +72,7 @@ def prove_rank(plan: Plan, rank: int, replicas: bool = False) -> None:
     Raises:
         PlanError: at the first illegal operation.
     """
-    about = plan.placement, plan.microbatches, plan.window, plan.allow_unordered
+    about = plan.placement, plan.microbatches, plan.window, plan.allow_unordered, plan.coalesce_w
     check = RankCheck(rank_program(plan, rank, replicas=replicas), rank, *about)
     for _ in range(STEPS):
         check.run()

@@ -9,9 +9,10 @@ who is still to read it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pipeline.coalesce import members_of
 from pipeline.effects import Effects
 from pipeline.program import (
     BEGIN,
@@ -29,7 +30,7 @@ from pipeline.program import (
 from pipeline.schedules import Placement
 from qeffect_lm.contract.errors import ContractViolation, GradSlotError, PlanError, ScaleOrderError, StaleWeightError
 from qeffect_lm.contract.grads import GradSlot, GradSlots
-from qeffect_lm.contract.leases import Slot
+from qeffect_lm.contract.leases import Joint, Slot
 from qeffect_lm.contract.ledger import Ledger, Summary
 from qeffect_lm.contract.streams import Access, Event
 from qeffect_lm.contract.timeline import Direction, ScaleRole, ScaleTimeline
@@ -46,7 +47,7 @@ _FIELDS = {  # what a launch must say
     **dict.fromkeys(("COMMIT", "COMMIT_F", "COMMIT_I"), {"epoch"}),
     **dict.fromkeys(TRANSFERS, {"peer"}),
 }
-_ALL_FIELDS = ("peer", "i_slot", "w_slot", "beta", "epoch", "version")
+_ALL_FIELDS = ("peer", "i_slot", "w_slot", "beta", "epoch", "version", "members", "joint_beta")
 _PHASES = {  # the step's ends run once each and in this order; everything else while the step is "open"
     "DIVISOR": ("begun", "open"),
     "SUM": ("open", "summed"),
@@ -95,18 +96,26 @@ class RankCheck:
 
     Args:
         row: the rank's program.
-        rank, placement, microbatches, window, unordered: of the plan.
+        rank, placement, microbatches, window, unordered, coalesce_w: of the plan.
     """
 
     def __init__(
-        self, row: Sequence[Op], rank: int, placement: Placement, microbatches: int, window: str, unordered: bool
+        self,
+        row: Sequence[Op],
+        rank: int,
+        placement: Placement,
+        microbatches: int,
+        window: str,
+        unordered: bool,
+        coalesce_w: int = 1,
     ) -> None:
         self._rank, self._placement, self._microbatches, self._window = rank, placement, microbatches, window
+        self._coalesce_w = coalesce_w
         self._chunks = self._placement.chunks(rank)
         self._last = self._placement.num_chunks - 1
         self._early = any(op.work == "REDUCE_G" for op in row)
-        self._shapes = Effects(self._placement, rank, _AnySlot(), _AnySlot(), self._early)
-        self._required: dict[tuple[str, int | None], frozenset] = {}
+        self._shapes = Effects(self._placement, rank, _AnySlot(), _AnySlot(), self._early, False, coalesce_w, microbatches)
+        self._required: dict[tuple[str, int | None, bool], frozenset] = {}
         # Equal lists of accesses are one object, so that what is known of one is known of all: there are few, one for each work
         # and place, and many operations.
         lists: dict[tuple[tuple[Buffer, str], ...], tuple[tuple[Buffer, Access], ...]] = {}
@@ -114,7 +123,7 @@ class RankCheck:
             if op.accesses not in lists:
                 lists[op.accesses] = tuple((buffer, Access(access)) for buffer, access in op.accesses)
         self._ops = [(op, lists[op.accesses]) for op in row]
-        self._well_formed: set[tuple[str, int | None, int]] = set()  # (work, chunk, a list of accesses by identity)
+        self._well_formed: set[tuple[str, int | None, bool, int]] = set()  # (…, a list of accesses by identity)
         self._ledger = self._make_ledger()
         self._events: dict[int, Event] = {}
         self._held: dict[Buffer, _Held] = {}
@@ -122,7 +131,7 @@ class RankCheck:
         self._reduced: dict[str, tuple[int, int] | None] = {}  # window microbatch: whose amax were merged over replicas
         self._losses: set[int] = set()
         self._closed: set[int] = set()  # chunks whose gradients were reduced over replicas
-        self._summaries: dict[tuple[str, int, int | None], Summary] = {}
+        self._summaries: dict[tuple[str, int, int | None, Joint | None], Summary] = {}
         self._unordered = unordered
         self._newest: dict[tuple[str, int], int] = {}  # of F, I and W of a chunk, the last microbatch
         self._phase = "ended"
@@ -141,7 +150,8 @@ class RankCheck:
             timeline.expect(direction, everyone)
         weights = [f"{chunk}.weight" for chunk in self._chunks]
         nothing: Any = None  # no tensor: only the writers are counted
-        slots = [GradSlot(name, nothing) for name in (*weights, *(f"{chunk}.norm" for chunk in self._chunks))]
+        parts = ("norm",) if self._coalesce_w == 1 else ("norm", "joined")
+        slots = [GradSlot(name, nothing) for name in (*weights, *(f"{c}.{part}" for c in self._chunks for part in parts))]
         ledger = Ledger(timeline, WeightVersions(weights), GradSlots(slots))
         ledger.refreshed({name: name for name in weights}, LAYOUTS)
         return ledger
@@ -254,14 +264,15 @@ class RankCheck:
             if microbatch >= self._microbatches:
                 self._refuse(f"microbatch out of range: the step has {self._microbatches} microbatches")
         said = {name for name in _ALL_FIELDS if getattr(op, name) is not None}
-        if said != _FIELDS.get(op.work, set()):
-            wanted = ", ".join(sorted(_FIELDS.get(op.work, set()))) or "nothing"
+        needed = self._needed(op)
+        if said != needed:
+            wanted = ", ".join(sorted(needed)) or "nothing"
             self._refuse(f"{op.work} says {', '.join(sorted(said)) or 'nothing'}, it must say {wanted}")
         self._check_place(op)
-        seen = op.work, op.chunk, id(accesses)
+        seen = op.work, op.chunk, bool(op.members), id(accesses)
         if seen in self._well_formed:
             return
-        key = op.work, op.chunk
+        key = op.work, op.chunk, bool(op.members)
         required = self._required.get(key)
         if required is None:
             shape = self._shapes.launch(op.work, op.chunk, op.microbatch)
@@ -271,6 +282,16 @@ class RankCheck:
             buffer, access = min(missing, key=str)
             self._refuse(f"{op.work} must declare that it accesses {buffer_text(buffer)} ({access})")
         self._well_formed.add(seen)
+
+    def _needed(self, op: Op) -> set[str]:
+        """What a launch must say."""
+        fields = _FIELDS.get(op.work, set())
+        if op.work != "W" or self._coalesce_w == 1:
+            return fields
+        members = members_of(op.key[1], self._coalesce_w, self._microbatches)
+        if op.members is not None and op.members != members:
+            self._refuse(f"{op.name} multiplies the operands of {op.members} microbatches, by its place they are {members}")
+        return fields | {"members"} | ({"joint_beta"} if members else set())
 
     def _check_place(self, op: Op) -> None:
         """Work that only some chunks, or only one window, have."""
@@ -308,7 +329,7 @@ class RankCheck:
     def _readers(self, role: str, chunk: int) -> set[str]:
         """Who reads a buffer once its value is there."""
         if role == "retained_W":
-            return {"I", "W"}
+            return {"I", "W"} if self._coalesce_w == 1 else {"I", "W", "the product"}
         if role in ("x", "targets"):
             return {"F", "I"}
         if role in ("out", "dx"):
@@ -327,6 +348,9 @@ class RankCheck:
         self.counts.buffers += 1
         assert op.microbatch is not None
         held = self._held.get(buffer)
+        if op.members and role == "retained_W" and access is Access.READ:
+            self._multiply(op, buffer, held)
+            return
         if access is Access.READ or (op.work == "I" and role == "retained_W"):
             self._read(op, buffer, held)
             return
@@ -338,6 +362,23 @@ class RankCheck:
             self._refuse(f"{buffer_text(buffer)} is written before {of}{work}{microbatch} was completed")
         transfer = (op.work, *op.key) if op.work in TRANSFERS else None
         self._held[buffer] = _Held(op.microbatch, self._readers(role, chunk), transfer)
+
+    def _multiply(self, op: Op, buffer: Buffer, held: _Held | None) -> None:
+        """A product of several microbatches reads the operands of each in its own place, in microbatch order."""
+        assert op.w_slot is not None and op.members and isinstance(buffer[2], int)
+        distance = op.w_slot - buffer[2]
+        microbatch = op.key[1] - distance
+        if not 0 <= distance < op.members:
+            self._refuse(f"{op.name} multiplies what lies in {buffer_text(buffer)}, which is no place of its group")
+        if held is None or held.microbatch != microbatch:
+            holds = "nothing yet" if held is None else f"microbatch {held.microbatch}"
+            self._refuse(f"{op.name} multiplies {buffer_text(buffer)} as microbatch {microbatch}'s, it holds {holds}")
+            return
+        if distance == 0:
+            held.owed.discard("W")
+        if held.owed != {"the product"}:
+            self._refuse(f"{op.name} multiplies {buffer_text(buffer)} when {' and '.join(sorted(held.owed))} are due there")
+        held.owed.clear()
 
     def _read(self, op: Op, buffer: Buffer, held: _Held | None) -> None:
         if held is None or held.microbatch != op.microbatch:
@@ -373,18 +414,25 @@ class RankCheck:
             self.counts.scale_reads += 1
             self.counts.weight_reads += 1
         self._ledger.replay(
-            self._summary(op.work, chunk, op.beta),
+            self._summary(op, self._joint(op)),
             chunk,
             microbatch,
             slots=(Slot("I", chunk, op.i_slot), Slot("W", chunk, op.w_slot)),
             epoch=None if direction is None else self._epochs[direction] + (op.epoch or 0),
         )
         self.counts.leases += op.work == "W"
-        self.counts.grad_writes += op.work != "F"
+        self.counts.grad_writes += (op.work != "F") + bool(op.members)
 
-    def _summary(self, kind: str, chunk: int, beta: int | None) -> Summary:
-        """The effects of one linear's part of F, I or W, with a norm's gradient finished in I; the same object each time."""
-        known = self._summaries.get((kind, chunk, beta))
+    def _joint(self, op: Op) -> Joint | None:
+        return None if self._coalesce_w == 1 else Joint(op.members or 0, op.joint_beta)
+
+    def _summary(self, op: Op, joint: Joint | None) -> Summary:
+        """The effects of one linear's part of F, I or W, with a norm's gradient finished in I; the same object each time.
+
+        Where W of several microbatches is one product, a second linear takes part in it.
+        """
+        kind, chunk, beta = op.work, op.key[0], op.beta
+        known = self._summaries.get((kind, chunk, beta, joint))
         if known is not None:
             return known
         roles = {"F": (f"{chunk}.input",), "I": (f"{chunk}.grad_output",)}.get(kind, ())
@@ -392,7 +440,12 @@ class RankCheck:
         grads = {"I": (f"{chunk}.norm",), "W": (f"{chunk}.weight",)}.get(kind, ())
         directions = frozenset([_DIRECTION[kind]] if kind in _DIRECTION else [])
         made = Summary(kind, directions, roles, weights, (f"{chunk}.linear",), grads, beta)
-        self._summaries[kind, chunk, beta] = made
+        if joint is not None:
+            shared = (f"{chunk}.joined",)
+            made = replace(made, layers=(*made.layers, *shared), joint=joint)
+            if kind == "W":
+                made = replace(made, joined=shared) if joint.members else replace(made, idle=shared)
+        self._summaries[kind, chunk, beta, joint] = made
         return made
 
     def _require_version(self, op: Op) -> None:
@@ -406,7 +459,8 @@ class RankCheck:
         if work == "LOSS":
             self._losses.add(op.key[1])
         elif work == "REDUCE_G":
-            ledger.grads.close((f"{op.key[0]}.weight", f"{op.key[0]}.norm"), self._microbatches)
+            parts = ("weight", "norm") if self._coalesce_w == 1 else ("weight", "norm", "joined")
+            ledger.grads.close([f"{op.key[0]}.{part}" for part in parts], self._microbatches)
             self._closed.add(op.key[0])
         elif work == "REDUCE":  # which already must have them all; from here on none may be written
             ledger.grads.check_complete(self._microbatches)

@@ -10,7 +10,7 @@ would then meet in more pairs than necessary: each pair is a graph, so there :mo
 resource       held                                    exists for
 =============  ======================================  =====================================================
 ``i_slots``    F (or its first arrival) → I            every microbatch: what only the input gradient reads
-``w_slots``    F → W                                   every microbatch: what the weight gradient reads
+``w_slots``    F → W (of its group: see below)         every microbatch: what the weight gradient reads
 ``inputs``     RECV_F posted → last reader (F)         every microbatch (chunk 0: only while F runs)
 ``outputs``    F → SEND_F complete                     chunks whose output is sent
 ``grad_ins``   RECV_B posted → I                       all chunks but the last
@@ -20,6 +20,9 @@ resource       held                                    exists for
 An engine may keep the buffers at a stage's border inside the I-slot (``Holding.border_in_i_slot``, the
 default). Then the slot is reserved as soon as anything may arrive in it: when a receive is posted, or when a
 neighbour on the same rank writes it.
+
+Where W of n microbatches is one product (:mod:`pipeline.coalesce`), their operands lie side by side: a group takes n adjacent
+W-slots, numbered group · n + position, from F of its first member until W of its last. A group smaller than n takes n as well.
 
 Where neighbouring chunks share a rank, nothing is sent: the producer writes the consumer's input buffer (or
 its output gradient) directly, so that buffer is held from the producer on and the producer needs none of its
@@ -35,6 +38,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from pipeline.actions import Action, Kind
+from pipeline.coalesce import groups
 from pipeline.slot_pairs import few_pairs
 from qeffect_lm.errors import UsageError
 from qeffect_lm.units import whole_number
@@ -157,12 +161,26 @@ def _recoloured(slots: Slots, index: dict[Key, int]) -> Slots:
     return Slots(MappingProxyType(index), slots.span, MappingProxyType(count))
 
 
-def assign_slots(actions: Sequence[Action], holding: Holding | None = None) -> SlotPlan:
+def _grouped(spans: Mapping[Key, Span], coalesce_w: int) -> Slots:
+    """W-slots where ``coalesce_w`` microbatches share a product."""
+    members = groups(list(spans), coalesce_w)
+    whole = {key: Span(spans[mine[0]].start, spans[mine[-1]].end) for key, mine in members.items()}
+    of_groups = colour(whole)
+    index, span = {}, {}
+    for key, mine in members.items():
+        for position, member in enumerate(mine):
+            index[member], span[member] = of_groups.index[key] * coalesce_w + position, whole[key]
+    count = {chunk: number * coalesce_w for chunk, number in of_groups.count.items()}
+    return Slots(MappingProxyType(index), MappingProxyType(span), MappingProxyType(count))
+
+
+def assign_slots(actions: Sequence[Action], holding: Holding | None = None, coalesce_w: int = 1) -> SlotPlan:
     """Colour the resources of one rank.
 
     Args:
         actions: the rank's lowered and valid actions, in order.
         holding: how long things are kept; None: the defaults of :class:`Holding`.
+        coalesce_w: how many microbatches' W are one product.
 
     Returns: indices and counts per chunk, the counts being the peaks of the given order (or above, with ``spare_slots``).
     """
@@ -189,7 +207,11 @@ def assign_slots(actions: Sequence[Action], holding: Holding | None = None) -> S
         if (Kind.SEND_B, *key) in ends:
             spans["dxs"][key] = Span(input_grad, ends[Kind.SEND_B, chunk, microbatch])
     coloured = {name: colour(resource) for name, resource in spans.items()}
-    i_slots, w_slots = _paired(coloured["i_slots"], coloured["w_slots"], holding.spare_slots)
+    if coalesce_w > 1:
+        # Whole groups leave no choice of W-slots; I-slots chosen to meet known ones gave no plan fewer pairs.
+        i_slots, w_slots = coloured["i_slots"], _grouped(spans["w_slots"], coalesce_w)
+    else:
+        i_slots, w_slots = _paired(coloured["i_slots"], coloured["w_slots"], holding.spare_slots)
     return SlotPlan(**{**coloured, "i_slots": i_slots, "w_slots": w_slots})
 
 

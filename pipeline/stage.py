@@ -15,6 +15,7 @@ from torch import nn
 from qeffect_lm.contract.ledger import Scope
 from qeffect_lm.layers.base import autograd_parameters, named_parameters, split_layers
 from qeffect_lm.layers.context import LayerContext, Phase
+from qeffect_lm.layers.joined import JoinedBuffers, JoinedPlace
 
 
 @dataclass
@@ -70,6 +71,8 @@ class Stage:
         first, last: whether it takes token ids, and whether it gives the loss.
         divisor: 0-dim, the step's number of valid tokens.
         main_grads: trainable parameter name → main-gradient view.
+        w_slots: how many, a multiple of ``coalesce_w``; they have storages of their own where that is above 1.
+        coalesce_w: how many microbatches' W of one weight are one product.
     """
 
     def __init__(
@@ -84,6 +87,8 @@ class Stage:
         divisor: torch.Tensor,
         main_grads: dict[str, torch.Tensor],
         device: torch.device | str = "cpu",
+        w_slots: int = 0,
+        coalesce_w: int = 1,
     ) -> None:
         self.chunk, self.index, self.first, self.last = chunk, index, first, last
         self.shape, self.divisor, self.device = shape, divisor, torch.device(device)
@@ -91,6 +96,9 @@ class Stage:
         self._cheap = list(autograd_parameters(chunk))
         self._main_grads = main_grads
         self._gradients = tuple(name for name, parameter in named_parameters(chunk) if parameter.requires_grad)
+        self.joined: JoinedBuffers | None = None
+        if coalesce_w > 1:
+            self.joined = JoinedBuffers(self._split, w_slots, coalesce_w, shape.batch * shape.sequence, self.device)
         self.slots = [self.make_slot() for _ in range(i_slots)]
 
     @property
@@ -125,11 +133,18 @@ class Stage:
         context.border = (slot.x, slot.dy)
         return slot
 
+    def place(self, scope: Scope | None) -> JoinedPlace | None:
+        """Where the running action's W-slot lies, if W of several microbatches is one product."""
+        if self.joined is None or scope is None:
+            return None
+        assert scope.slots is not None, "an action says which W-slot it runs over"
+        return self.joined.place(scope.slots[1].index)
+
     # ---- the three pieces of work: device work and scope calls only, safe to capture --------------------------
 
     def forward(self, slot: MicrobatchSlot, scope: Scope | None) -> None:
         """F: ``x`` → ``out``; autograd's state stays in the slot until I."""
-        slot.context.scope = scope
+        slot.context.scope, slot.context.joined = scope, self.place(scope)
         leaf = slot.x.detach()
         if not self.first:
             leaf.requires_grad_()
@@ -145,7 +160,7 @@ class Stage:
         """
         assert slot.saved is not None, "F of this slot comes first"
         leaf, out = slot.saved
-        slot.context.scope, slot.context.again = scope, keep
+        slot.context.scope, slot.context.joined, slot.context.again = scope, self.place(scope), keep
         source = slot.context.anchor if self.first else leaf
         assert source is not None
         training = slot.context.training
@@ -166,7 +181,7 @@ class Stage:
 
     def weight_grad(self, slot: MicrobatchSlot, scope: Scope) -> None:
         """W: the deferred weight gradients, straight into their main gradients. Reads leases, not the I-slot."""
-        context = LayerContext(Phase.TRAIN, key=slot.context.key, scope=scope)
+        context = LayerContext(Phase.TRAIN, key=slot.context.key, scope=scope, joined=self.place(scope))
         with torch.no_grad():
             for layer in self._split:
                 layer.weight_grad(context)
@@ -174,7 +189,7 @@ class Stage:
     @torch.no_grad()
     def evaluate(self, slot: MicrobatchSlot) -> None:
         """Forward in evaluation: reads scales, records nothing, retains nothing."""
-        slot.context.scope = None
+        slot.context.scope = slot.context.joined = None
         slot.out.copy_(self.chunk(slot.x, slot.context))
 
 

@@ -23,7 +23,7 @@ from pipeline.effects import rank_program
 from pipeline.epochs import directions_of
 from pipeline.plan import GraphKey
 from pipeline.program import BEGIN, COMPUTE, END, LAUNCH, RECORD, WAIT, Op
-from qeffect_lm.contract.leases import Slot
+from qeffect_lm.contract.leases import Joint, Slot
 from qeffect_lm.contract.ledger import BodySummary, Summary
 from qeffect_lm.contract.streams import Access, BufferAccess
 from qeffect_lm.contract.timeline import Direction
@@ -153,7 +153,8 @@ def _after(engine: Engine, op: Op, summaries: Mapping[GraphKey, Summary]) -> Non
     elif op.work in ("F", "I", "W"):
         chunk, microbatch = op.key
         assert op.i_slot is not None and op.w_slot is not None
-        summary = summaries[GraphKey(Kind(op.work), chunk, op.i_slot, op.w_slot, op.beta)]
+        joint = Joint(op.members, op.joint_beta) if op.members else None
+        summary = summaries[GraphKey(Kind(op.work), chunk, op.i_slot, op.w_slot, op.beta, joint)]
         direction = {"F": Direction.FORWARD, "I": Direction.BACKWARD}.get(op.work)
         epoch = None if direction is None or op.epoch is None else engine.first_epochs[direction] + op.epoch
         slots = (Slot("I", chunk, op.i_slot), Slot("W", chunk, op.w_slot))
@@ -185,6 +186,7 @@ def make(engine: Engine, graph: Graph, optimizer: bool, marks: Sequence[Mark] = 
 def _body(engine: Engine, actions: Sequence[Action], summaries: Mapping[GraphKey, Summary]) -> BodySummary:
     weights: dict[tuple[str, str], None] = {}
     grads: dict[str, int] = {}
+    idle: dict[str, int] = {}
     contributors: dict[Direction, list[tuple[str, int, int]]] = {direction: [] for direction in Direction}
     commits = dict.fromkeys(Direction, 0)
     for action in actions:
@@ -194,12 +196,14 @@ def _body(engine: Engine, actions: Sequence[Action], summaries: Mapping[GraphKey
             continue
         summary = summaries[engine.plan.graph_key(action)]
         weights.update(dict.fromkeys(summary.weights))
-        for name in summary.grads:
+        for name in (*summary.grads, *summary.joined):
             grads[name] = grads.get(name, 0) + 1
+        for name in summary.idle:
+            idle[name] = idle.get(name, 0) + 1
         for direction in summary.scales:
             contributors[direction].append((str(action.kind), *action.key))
     return BodySummary(
-        tuple(weights), grads, {direction: tuple(found) for direction, found in contributors.items()}, commits
+        tuple(weights), grads, {direction: tuple(found) for direction, found in contributors.items()}, commits, idle
     )
 
 

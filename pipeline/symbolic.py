@@ -182,7 +182,9 @@ class Simulator:
             self._move(node, index, state, old)
             return
         read = [buffer for buffer, access in op.accesses if access == "read" and buffer[0] != "workspace"]
-        reads = tuple((_role(buffer), self._seen(op, buffer, old[buffer])) for buffer in sorted(read, key=str))
+        # Several places of one buffer are read side by side, in the order of their numbers.
+        ordered = sorted(read, key=lambda buffer: (str(_role(buffer)), buffer[2:] if isinstance(buffer, tuple) else ()))
+        reads = tuple((_role(buffer), self._seen(op, buffer, old[buffer])) for buffer in ordered)
         for buffer, access in op.accesses:
             if access != "read" and buffer[0] != "workspace":
                 state[index[rank, buffer]] = self._written(op, step, buffer, access, reads, old)
@@ -225,7 +227,8 @@ class Simulator:
             if work in ("REDUCE", "REDUCE_G"):
                 return (self._term("reduced", before),)
             part = self._term(work, op.chunk, name, reads)
-            return (*before, part) if op.beta else (part,)  # type: ignore[misc]
+            beta = op.joint_beta if name[0] == "grads_J" else op.beta
+            return (*before, part) if beta else (part,)  # type: ignore[misc]
         if kind == "losses":
             return tuple(sorted({**dict(before), str(op.microbatch): reads}.items()))  # type: ignore[call-overload]
         if work.startswith("PASS"):

@@ -11,7 +11,8 @@ at the first rule that a plan breaks:
    their consumer, in the same order at both ends of a queue;
 5. the step ends with REDUCE, STEP and, in window ``step``, COMMIT; in window ``microbatch`` each F and I
    commits before the next one of its chunk;
-6. nobody waits for ever (:mod:`pipeline.rendezvous`).
+6. nobody waits for ever (:mod:`pipeline.rendezvous`);
+7. where W of several microbatches is one product (:mod:`pipeline.coalesce`), nothing is computed between them.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ def validate(
     lowered: bool,
     allow_unordered: bool = False,
     window: str | None = None,
+    coalesce_w: int = 1,
 ) -> None:
     """Check a plan: one sequence of actions per rank.
 
@@ -88,6 +90,7 @@ def validate(
         lowered: True for a plan with messages and step end; False for compute actions only.
         allow_unordered: the plan declares that F, I and W of a chunk may leave microbatch order.
         window: ``"step"`` or ``"microbatch"``; None accepts either, the same on all ranks.
+        coalesce_w: how many microbatches' W are one product.
 
     Raises:
         PlanError: the first rule broken, with rank, position, action in ``place`` (position = the row's
@@ -106,6 +109,8 @@ def validate(
     _check_stages(plan, sites)
     if not allow_unordered:
         _check_microbatch_order(plan, placement)
+    if coalesce_w > 1:
+        _check_groups(plan, coalesce_w)
     if lowered:
         _check_messages(plan, sites, placement, num_microbatches)
         _check_queues(plan, placement)
@@ -210,6 +215,23 @@ def _check_microbatch_order(plan: Rows, placement: Placement) -> None:
                     )
                 last[kind][chunk] = action
                 latest[kind][chunk] = microbatch
+
+
+def _check_groups(plan: Rows, coalesce_w: int) -> None:
+    for rank, row in enumerate(plan):
+        before: Action | None = None  # the last computation
+        for position, action in enumerate(row):
+            if action.kind is _B:
+                _fail("I and W in one: W of several microbatches cannot be one product", (rank, position), action)
+            if action.kind not in COMPUTE:
+                continue
+            if action.kind is _W:
+                chunk, microbatch = place_of(action)
+                needed = Action(_W, chunk, microbatch - 1) if microbatch % coalesce_w else None
+                if needed not in (None, before):
+                    reason = f"one product with {needed}: it comes directly after it, not after {before}"
+                    _fail(reason, (rank, position), action)
+            before = action
 
 
 def _check_messages(plan: Rows, sites: _Sites, placement: Placement, num_microbatches: int) -> None:

@@ -118,8 +118,30 @@ def _check_pipeline(config: Config) -> Iterator[str]:
         return
     if schedule in OWN_LAG and pipeline.w_delay:
         yield f"pipeline.w_delay {pipeline.w_delay}: schedule {schedule} itself sets when W runs: set pipeline.w_delay=0"
+    yield from _check_coalescing(config)
     yield from _check_layers(stages, pp, layers, (chunks,) if chunks else allowed or (2,))
     yield from _check_auto(config)
+
+
+def _check_coalescing(config: Config) -> Iterator[str]:
+    """What W of several microbatches as one product needs."""
+    number, fp8 = config.pipeline.coalesce_w, config.precision.fp8
+    if number == 1:
+        return
+    what, otherwise = f"pipeline.coalesce_w {number}", "or pipeline.coalesce_w=1"
+    if number > config.pipeline.microbatches:
+        yield f"{what} is more than pipeline.microbatches {config.pipeline.microbatches}: lower it"
+    if fp8.recipe != "delayed":
+        why = "no linear is in FP8" if fp8.recipe == "none" else "each microbatch has a scale of its own"
+        yield f"{what}: with precision.fp8.recipe {fp8.recipe} {why}: set recipe=delayed, {otherwise}"
+    elif fp8.window != "step":
+        why = f"in precision.fp8.window {fp8.window} each microbatch has a scale of its own"
+        yield f"{what}: {why}: set window=step, {otherwise}"
+    if config.model.backend != "native":
+        why = f"model.backend {config.model.backend} cannot place its saved tensors side by side"
+        yield f"{what}: {why}: set native, {otherwise}"
+    if config.pipeline.schedule == "auto":
+        yield f"{what}: schedule auto itself places each W: choose a named schedule, {otherwise}"
 
 
 def _check_layers(stages: tuple[int, ...] | None, pp: int, layers: int, chunks: tuple[int, ...]) -> Iterator[str]:

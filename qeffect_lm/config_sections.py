@@ -236,6 +236,15 @@ class PipelineConfig(Section):
         unit="microbatches",
         ge=0,
     )
+    coalesce_w: int = _key(
+        1,
+        "How many microbatches' weight gradients (W) of one FP8 weight are made by one product, after which the main gradient "
+        "is touched once; 1: each by itself. The order of summation changes with it. Needs precision.fp8.recipe delayed with "
+        "window step, and model.backend native (docs/schedules.md).",
+        on_resume="refuse",
+        unit="microbatches",
+        ge=1,
+    )
     stage_layers: tuple[int, ...] | None = _key(
         None,
         "Decoder layers of each chunk, in the model's order: one number per rank, or with several chunks on a rank one per "

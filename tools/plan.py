@@ -104,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         help="what a stage may hold: a number of M_B, or bytes (40GB, 40GiB, 4e10B) with --memory in bytes",
     )
     add("--w-delay", metavar="N", help="microbatches by which W trails I, or 'stage': the stage's index; splits B in I and W")
+    add("--coalesce-w", type=int, metavar="N", help="W of N microbatches of one weight as one product; splits B in I and W (1)")
     add("--objective", choices=OBJECTIVES, help="what auto makes small: longest stage span, or makespan (span)")
     add("--placements", metavar="LIST", help=f"what auto may use ({','.join(SHAPES)})")
     add("--effort", type=float, help="how long auto searches (1)")
@@ -192,7 +193,7 @@ def _refuse_ignored(args: argparse.Namespace) -> None:
             if name in given:
                 raise UsageError(f"--check draws nothing: leave --{name} out")
         if args.plan is not None:
-            names = "schedule", "stages", "microbatches", "window", "chunks", "w_delay"
+            names = "schedule", "stages", "microbatches", "window", "chunks", "w_delay", "coalesce_w"
             wrong = [f"--{name.replace('_', '-')}" for name in names if name in given]
             if wrong:
                 raise UsageError(f"--plan FILE says all that {', '.join(wrong)} would: leave them out")
@@ -238,13 +239,21 @@ def _engine_plan(args: argparse.Namespace) -> Plan:
         compute = _compute(plan)
         return make_plan(plan.schedule, compute, plan.placement, plan.microbatches, window=args.window or "step")
     return build_plan(
-        _known(args.schedule), args.stages, args.microbatches, _delay(args), args.window or "step", chunks=args.chunks
+        _known(args.schedule),
+        args.stages,
+        args.microbatches,
+        _delay(args),
+        args.window or "step",
+        chunks=args.chunks,
+        coalesce_w=_coalesced(args),
     )
 
 
 def _auto(args: argparse.Namespace, costs: tuple[Any, Any, Any, float], sizes: Sizes) -> tuple[Plan, Auto]:
     if args.chunks is not None or args.w_delay is not None:
         raise UsageError("auto chooses chunks and W itself; leave --chunks and --w-delay out, or choose with --placements")
+    if args.coalesce_w is not None:
+        raise UsageError("auto itself places each W: leave --coalesce-w out, or choose a named schedule")
     found = auto(
         args.stages,
         args.microbatches,
@@ -262,9 +271,9 @@ def _auto(args: argparse.Namespace, costs: tuple[Any, Any, Any, float], sizes: S
 def _named(args: argparse.Namespace) -> Plan:
     schedule = SCHEDULES[_known(args.schedule)]
     p, m = args.stages, args.microbatches
-    if args.w_delay is None and not schedule.own_lag:
+    if args.w_delay is None and not schedule.own_lag and args.coalesce_w is None:
         return make_plan(schedule.name, fused(schedule(p, m, 0, args.chunks)), schedule.placement(p, args.chunks), m)
-    return build_plan(schedule.name, p, m, _delay(args), chunks=args.chunks)
+    return build_plan(schedule.name, p, m, _delay(args), chunks=args.chunks, coalesce_w=_coalesced(args))
 
 
 def _known(schedule: str) -> str:
@@ -277,6 +286,10 @@ def _delay(args: argparse.Namespace) -> int | None:
     if args.w_delay not in (None, "stage") and not re.fullmatch(r"\d+", args.w_delay):
         raise UsageError(f"--w-delay {args.w_delay}: a number of microbatches from 0 on, or 'stage'")
     return None if args.w_delay == "stage" else int(args.w_delay or 0)
+
+
+def _coalesced(args: argparse.Namespace) -> int:
+    return 1 if args.coalesce_w is None else int(args.coalesce_w)
 
 
 def _costs(text: str, stages: int) -> tuple[Any, Any, Any, float]:
@@ -357,6 +370,9 @@ def _report(
         "notes": list(notes),
         "fingerprint": plan.fingerprint(),
     }
+    if plan.coalesce_w > 1:
+        report["coalesce_w"] = plan.coalesce_w
+        report["w_slots"] = [sum(slots.w_slots.count.values()) for slots in plan.slots]
     if found is not None:
         report["auto"] = {
             "origin": found.origin,
@@ -396,6 +412,9 @@ def _summary(report: dict[str, Any]) -> list[str]:
         f"{report['makespan_bubble_rate']:.4f} by makespan ({report['makespan']:g})",
         f"peak activations per rank, in M_B: {' '.join(f'{peak:g}' for peak in peaks)}",
     ]
+    if "coalesce_w" in report:
+        slots = " ".join(map(str, report["w_slots"]))
+        lines.append(f"W of {report['coalesce_w']} microbatches as one product; W-slots per rank: {slots}")
     if "auto" in report:
         made = report["auto"]
         lines.append(f"made from: {made['origin']}")

@@ -94,7 +94,9 @@ def rejected(error: PlanError, as_json: bool) -> int:
 def title(subject: Plan | Program) -> str:
     about = _about(subject)
     own = " with effects of its own" if isinstance(subject, Program) else ""
-    return f"{about['schedule']}{own}: {about['stages']} stages, {about['microbatches']} microbatches, window {about['window']}"
+    joined = f", coalesce_w {subject.coalesce_w}" if subject.coalesce_w > 1 else ""
+    size = f"{about['stages']} stages, {about['microbatches']} microbatches"
+    return f"{about['schedule']}{own}: {size}, window {about['window']}{joined}"
 
 
 def _about(subject: Plan | Program) -> dict[str, Any]:
@@ -103,6 +105,7 @@ def _about(subject: Plan | Program) -> dict[str, Any]:
         "stages": subject.placement.num_ranks,
         "microbatches": subject.microbatches,
         "window": subject.window,
+        **({"coalesce_w": subject.coalesce_w} if subject.coalesce_w > 1 else {}),
     }
 
 

@@ -177,6 +177,7 @@ def make_plan(config: Config) -> Plan:
         pipeline.w_delay,
         config.precision.fp8.window,
         pipeline.chunks,
+        coalesce_w=pipeline.coalesce_w,
     )
 
 
@@ -508,7 +509,7 @@ def _stages(
     dtype: torch.dtype,
 ) -> dict[int, Stage]:
     shape = BorderShape(config.data.microbatch_size, config.data.seq_len, config.model.hidden_size, dtype)
-    counts = plan.slots[mesh.coord("pp")].i_slots.count
+    slots = plan.slots[mesh.coord("pp")]
     grads = {name: flat.grad(name) for name in flat.gradient_names}
     last = plan.placement.num_chunks - 1
     return {
@@ -517,7 +518,9 @@ def _stages(
             index,
             first=index == 0,
             last=index == last,
-            i_slots=counts[index],
+            i_slots=slots.i_slots.count[index],
+            w_slots=slots.w_slots.count[index],
+            coalesce_w=plan.coalesce_w,
             shape=shape,
             divisor=divisor,
             main_grads=grads,
@@ -563,6 +566,8 @@ def _register(
                 label = f"chunk{index}/slot{number}/{name}"
                 register.add(label, tensor, owner="stage", rule=Rule.CONSTANT if constant else Rule.SCRATCH)
                 register.watch(label, lambda slot=slot, name=name: slot.tensors()[name])  # type: ignore[misc]
+        for name, tensor in ({} if stage.joined is None else stage.joined.tensors()).items():
+            register.add(f"chunk{index}/joined/{name}", tensor, owner="stage", rule=Rule.SCRATCH)
         for name, buffer in stage.chunk.named_buffers():
             register.add(f"chunk{index}/{name}", buffer, owner="layers", rule=Rule.CONSTANT)
         for name, parameter in named_parameters(stage.chunk):

@@ -18,6 +18,7 @@ from qeffect_lm.app.auto_plan import decide, explain, needs_profile
 from qeffect_lm.app.profile import made_up_batch, profile
 from qeffect_lm.app.sources import check_tokenizer
 from qeffect_lm.config import Config
+from qeffect_lm.layers.joined import place_bytes
 from qeffect_lm.optim.buckets import BucketPlan
 from qeffect_lm.optim.flat import Entry, ParamSpec, Shard, layout, plan_of
 from qeffect_lm.optim.gradient_table import gradient_table
@@ -48,6 +49,7 @@ def describe(config: Config, gradients: bool = False) -> str:
         render(plan, width=98),
         "",
         memory_table(config, plan, specs, counts),
+        *coalesced_places(config, plan, counts),
         *bucket_tables(config, plan, specs, counts),
         *(gradient_tables(config, plan, specs, counts) if gradients else []),
     ]
@@ -95,6 +97,20 @@ def memory_table(config: Config, plan: Plan, specs: dict[str, ParameterSpec], co
         text = " ".join(f"{cell:>{width}.1f}" for cell, width in zip(cells, widths, strict=True))
         lines.append(f"{rank:>4} {text} {sum(cells):>9.1f}")
     return "\n".join(lines)
+
+
+def coalesced_places(config: Config, plan: Plan, counts: list[int]) -> list[str]:
+    """With ``pipeline.coalesce_w``, per chunk how many places its operands of W have and how large one is."""
+    if plan.coalesce_w == 1:
+        return []
+    model = build_model(config, make_recipe(config), DTYPES[config.precision.dtype])
+    tokens = config.data.seq_len * config.data.microbatch_size
+    lines = ["", f"W of {plan.coalesce_w} microbatches is one product; its operands in FP8 (part of the activations above):"]
+    for rank, slots in enumerate(plan.slots):
+        for chunk in plan.placement.chunks(rank):
+            places, size = slots.w_slots.count[chunk], place_bytes(model.meta_chunk(chunk, counts).modules(), tokens)
+            lines.append(f"rank {rank}, chunk {chunk}: {places} places of {size:,} bytes, {places * size / MIB:.1f} MiB")
+    return lines
 
 
 def bucket_tables(config: Config, plan: Plan, specs: dict[str, ParameterSpec], counts: list[int]) -> list[str]:

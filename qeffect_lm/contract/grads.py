@@ -31,6 +31,7 @@ class GradSlots:
         self._writes: dict[str, int] = dict.fromkeys(self.slots, 0)
         self._reports: dict[str, int] = dict.fromkeys(self.slots, 0)
         self._group_writes: dict[tuple[str, ...], int] = {}
+        self._group_reports: dict[tuple[str, ...], int] = {}
         self._overlaps: dict[tuple[str, ...], set[tuple[str, ...]]] = {}  # a group → other groups that share a slot
         self._singles = False  # somebody wrote one slot by itself in this step
         self._zeroed: set[str] = set()
@@ -41,6 +42,7 @@ class GradSlots:
         for name in self._writes:
             self._writes[name] = self._reports[name] = 0
         self._group_writes.clear()
+        self._group_reports.clear()
         self._zeroed.clear()
         self._closed.clear()
         self._singles = self._read = False
@@ -103,9 +105,12 @@ class GradSlots:
         self._overlaps[names] = others
         return others
 
-    def _check(self, name: str, beta: int, count: int, microbatch: int | None) -> None:
+    def _check_known(self, name: str, microbatch: int | None = None) -> None:
         if name not in self.slots:
             raise GradSlotError(f"no gradient slot was declared for {name!r}", layer=name, microbatch=microbatch)
+
+    def _check(self, name: str, beta: int, count: int, microbatch: int | None) -> None:
+        self._check_known(name, microbatch)
         if self._read or name in self._closed:
             late = "the optimizer" if self._read else "its reduction over replicas"
             raise GradSlotError(
@@ -125,10 +130,22 @@ class GradSlots:
             )
 
     def report_empty(self, name: str) -> None:
-        """A producer had no work this time (an idle expert)."""
-        if name not in self.slots:
-            raise GradSlotError(f"no gradient slot was declared for {name!r}", layer=name)
+        """A producer had no work this time (an idle expert, or a W whose operands a later one multiplies)."""
+        self._check_known(name)
         self._reports[name] += 1
+
+    def report_counts(self, counts: Mapping[str, int]) -> None:
+        """Account for all EMPTYs of a step at once."""
+        for name, count in counts.items():
+            self._check_known(name)
+            self._reports[name] += count
+
+    def report_group(self, names: tuple[str, ...]) -> None:
+        """The same of a graph, for all of ``names``."""
+        if names not in self._group_reports:
+            for name in names:
+                self._check_known(name)
+        self._group_reports[names] = self._group_reports.get(names, 0) + 1
 
     def check_complete(self, expected: int) -> None:
         """Before the optimizer, once a step: every slot has ``expected`` reports, writes or EMPTYs, and holds this step's sum.
@@ -159,8 +176,12 @@ class GradSlots:
         for group, times in self._group_writes.items():
             for name in group:
                 grouped[name] += times
+        reported = dict(self._reports)
+        for group, times in self._group_reports.items():
+            for name in group:
+                reported[name] += times
         for name in names:
-            count = self._writes[name] + grouped[name] + self._reports[name]
+            count = self._writes[name] + grouped[name] + reported[name]
             if count != expected:
                 raise GradSlotError(
                     f"{what} {name!r} with {count} of {expected} contributions",

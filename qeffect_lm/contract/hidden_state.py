@@ -75,6 +75,13 @@ HIDDEN_STATE: tuple[HiddenState, ...] = (
         "not saved: none is left",
     ),
     HiddenState(
+        "operands of W side by side (pipeline.coalesce_w)",
+        "stage",
+        "slot generation",
+        "fixed storage, made before any capture; a place for each W-slot",
+        "not saved: none is left",
+    ),
+    HiddenState(
         "Transformer Engine's workspace, sequence offsets, evaluation's amax",
         "transformer_engine",
         "constant",

@@ -22,6 +22,7 @@ from qeffect_lm.contract.errors import (
     LeaseLeakError,
     LeaseRetainedError,
     NotForwardedError,
+    ScaleOrderError,
     StaleHandleError,
     WeightGradBeforeInputGradError,
     WeightGradTwiceError,
@@ -47,6 +48,19 @@ class Slot(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.kind}{self.chunk}.{self.index}"
+
+
+class Joint(NamedTuple):
+    """What an action does where W of several consecutive microbatches is one product (``pipeline.coalesce_w``).
+
+    Attributes:
+        members: how many microbatches' operands this W multiplies, its own last; 0 for F, for I, and for a W that leaves its
+            operands to a later one.
+        beta: of the main gradients that the product is written to; None where there is none.
+    """
+
+    members: int = 0
+    beta: int | None = None
 
 
 class Owner(NamedTuple):
@@ -76,6 +90,7 @@ class _Group:
     layers: dict[str, LeaseState] = field(default_factory=dict)
     together: Names | None = None  # layers that only graphs have moved so far, all at once: their state is the group's
     handles: dict[str, WeightGradHandle] = field(default_factory=dict)
+    epochs: list[int] = field(default_factory=list)  # of its F and I, where W is of several microbatches
 
     def each(self) -> dict[str, LeaseState]:
         """The layers one by one, to be read or moved so."""
@@ -152,6 +167,15 @@ class LeaseTable:
                         slot=tuple(group.w_slot),
                         generation=self._slots[group.w_slot].generation,
                     )
+            if self._slots[group.w_slot].holder == group.owner:
+                raise LeaseLeakError(
+                    "the step ends while a W-slot is retained: the W that multiplies its operands with others' did not run",
+                    step=group.owner.step,
+                    chunk=group.owner.chunk,
+                    microbatch=group.owner.microbatch,
+                    slot=tuple(group.w_slot),
+                    generation=self._slots[group.w_slot].generation,
+                )
         self._groups.clear()
         self.step = None
 
@@ -205,10 +229,18 @@ class LeaseTable:
         self._groups[chunk, microbatch] = _Group(owner, i_slot, w_slot)
         return owner
 
-    def require(self, move: str, chunk: int, microbatch: int, slots: tuple[Slot, Slot] | None = None) -> None:
+    def require(
+        self,
+        move: str,
+        chunk: int,
+        microbatch: int,
+        slots: tuple[Slot, Slot] | None = None,
+        joint: Joint | None = None,
+    ) -> None:
         """Raise the move's own error unless the whole microbatch may make it now (before any work is launched).
 
-        ``slots`` (I-slot, W-slot) are those that the work will run over; they must be the ones that F took.
+        ``slots`` (I-slot, W-slot) are those that the work will run over; they must be the ones that F took. ``joint``: of a
+        W, whose other microbatches must have left their operands beside its own.
 
         Raises:
             StaleHandleError: they are other slots, which hold another microbatch or nothing.
@@ -223,6 +255,43 @@ class LeaseTable:
                 microbatch=microbatch,
                 generation=self._slots[group.w_slot].generation,
             )
+        if joint is not None and move == "W":
+            for member in self._members(group, joint)[:-1]:
+                self._require_member(group, member, joint)
+
+    def _members(self, last: _Group, joint: Joint) -> list[_Group]:
+        """The microbatches whose operands ``last``'s W multiplies, in order; none where it leaves its own to a later one."""
+        _, chunk, microbatch = last.owner
+        return [self._group("W", chunk, m) for m in range(microbatch - joint.members + 1, microbatch + 1)]
+
+    def _require_member(self, last: _Group, member: _Group, joint: Joint) -> None:
+        owner, distance = member.owner, last.owner.microbatch - member.owner.microbatch
+        what = f"W of microbatch {last.owner.microbatch} multiplies the operands of {joint.members} microbatches"
+        place = {"step": owner.step, "chunk": owner.chunk, "microbatch": owner.microbatch, "state": str(member.state)}
+        if member.state in (LeaseState.EMPTY, LeaseState.FORWARDED):
+            raise _illegal("W", member.state, owner, "*")
+        if member.state is not LeaseState.FREE:
+            raise LeaseError(f"{what}: W of microbatch {owner.microbatch} has not handed its leases over", **place)
+        record, wanted = self._slots[member.w_slot], last.w_slot._replace(index=last.w_slot.index - distance)
+        if record.holder != owner or member.w_slot != wanted:
+            holder = None if record.holder is None else tuple(record.holder)
+            raise StaleHandleError(
+                f"{what}: those of microbatch {owner.microbatch} lay in {member.w_slot.name}, they are read in {wanted.name}",
+                **place,
+                holder=holder,
+                generation=record.generation,
+            )
+        if member.epochs != last.epochs:
+            raise ScaleOrderError(
+                f"{what} with one scale: microbatch {owner.microbatch} was quantised in other epochs",
+                **place,
+                epochs=tuple(member.epochs),
+                needed=tuple(last.epochs),
+            )
+
+    def bind(self, chunk: int, microbatch: int, epoch: int) -> None:
+        """F or I of a microbatch whose W is joined with others' quantises with the scales of ``epoch``."""
+        self._groups[chunk, microbatch].epochs.append(epoch)
 
     def advance(self, move: str, chunk: int, microbatch: int, layer: str) -> None:
         """One layer makes a move (F, I or W)."""
@@ -234,10 +303,11 @@ class LeaseTable:
             raise _illegal(move, state, group.owner, layer)
         layers[layer] = after
 
-    def finish(self, move: str, chunk: int, microbatch: int, *, together: bool = False) -> None:
+    def finish(self, move: str, chunk: int, microbatch: int, *, together: bool = False, joint: Joint | None = None) -> None:
         """The action ends: all layers must have made the move; I releases the I-slot, W the W-slot.
 
-        ``together``: a graph has just moved those layers that only graphs have moved.
+        ``together``: a graph has just moved those layers that only graphs have moved. ``joint``: W releases the W-slots of all
+        microbatches that it multiplied, or none.
         """
         group = self._group(move, chunk, microbatch, check=True)
         after = _NEXT[move][1]
@@ -258,9 +328,18 @@ class LeaseTable:
             self._release(group.i_slot)
         elif move == "W":
             group.handles.clear()
-            self._release(group.w_slot)
+            for member in [group] if joint is None else self._members(group, joint):
+                self._release(member.w_slot)
 
-    def replay(self, move: str, chunk: int, microbatch: int, layers: tuple[str, ...], members: Names | None = None) -> None:
+    def replay(
+        self,
+        move: str,
+        chunk: int,
+        microbatch: int,
+        layers: tuple[str, ...],
+        members: Names | None = None,
+        joint: Joint | None = None,
+    ) -> None:
         """A graph makes the move for all of ``layers`` at once.
 
         ``members``: the same layers in an order that does not depend on the move, one object for equal ones; with it layers
@@ -269,10 +348,10 @@ class LeaseTable:
         group = self._group(move, chunk, microbatch, check=True)
         if members is not None and not group.layers and (move == "F" or group.together is members):
             group.together = members
-            self.finish(move, chunk, microbatch, together=True)
+            self.finish(move, chunk, microbatch, together=True, joint=joint)
         else:
             self._replay_each(group, move, layers)
-            self.finish(move, chunk, microbatch)
+            self.finish(move, chunk, microbatch, joint=joint)
 
     @staticmethod
     def _replay_each(group: _Group, move: str, layers: tuple[str, ...]) -> None:
@@ -293,9 +372,7 @@ class LeaseTable:
     def retain(self, chunk: int, microbatch: int, layer: str, payload: Any) -> WeightGradHandle:
         """F leaves what W will need in the microbatch's W-slot."""
         group = self._group("F", chunk, microbatch)
-        handle = WeightGradHandle(
-            group.owner, layer, group.w_slot, self._slots[group.w_slot].generation, payload
-        )
+        handle = WeightGradHandle(group.owner, layer, group.w_slot, self._slots[group.w_slot].generation, payload)
         group.handles[layer] = handle
         return handle
 
@@ -319,8 +396,7 @@ class LeaseTable:
             raise _illegal("W", LeaseState.FREE, handle.owner, handle.layer)
         if record.generation != handle.generation or record.holder != handle.owner:
             raise StaleHandleError(
-                f"a handle of generation {handle.generation} is used when slot {tuple(handle.slot)} is at "
-                f"{record.generation}",
+                f"a handle of generation {handle.generation} is used when slot {tuple(handle.slot)} is at {record.generation}",
                 step=handle.owner.step,
                 chunk=handle.owner.chunk,
                 microbatch=handle.owner.microbatch,

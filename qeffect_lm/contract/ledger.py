@@ -8,7 +8,7 @@ and applies the summary in a few comparisons.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,10 +16,11 @@ from typing import Any, NamedTuple, NoReturn
 
 from qeffect_lm.contract.errors import ContractViolation, GradSlotError, LeaseError, ScaleOrderError
 from qeffect_lm.contract.grads import GradSlots
-from qeffect_lm.contract.leases import LeaseTable, Slot
+from qeffect_lm.contract.leases import Joint, LeaseTable, Slot
 from qeffect_lm.contract.names import Interned, Names
 from qeffect_lm.contract.steady import SteadyClock
 from qeffect_lm.contract.streams import HOST, BufferAccess, Event
+from qeffect_lm.contract.summary import BodySummary, Summary
 from qeffect_lm.contract.timeline import Direction, ScaleTimeline
 from qeffect_lm.contract.trace import TraceWriter
 from qeffect_lm.contract.tracing import Tracer
@@ -34,43 +35,14 @@ class Mode(StrEnum):
     OFF = "off"
 
 
-@dataclass(frozen=True)
-class Summary:
-    """What a graph does to contract state, relative to its microbatch; recorded at capture, applied at replay."""
-
-    kind: str
-    scales: frozenset[Direction] = frozenset()
-    roles: tuple[str, ...] = ()
-    weights: tuple[tuple[str, str], ...] = ()
-    layers: tuple[str, ...] = ()
-    grads: tuple[str, ...] = ()
-    beta: int | None = None
-    empty: tuple[str, ...] = ()  # those of roles that had no work
-
-
-@dataclass(frozen=True)
-class BodySummary:
-    """What F, I, W and the commits between them do together, of all microbatches of a step: a graph of them all.
-
-    Attributes:
-        weights: (parameter, layout) of every cached weight that is read.
-        grads: main gradient → its number of writers.
-        contributors: direction → who reports an amax.
-        commits: direction → commits between the actions (window ``microbatch``).
-    """
-
-    weights: tuple[tuple[str, str], ...]
-    grads: Mapping[str, int]
-    contributors: Mapping[Direction, tuple[Hashable, ...]]
-    commits: Mapping[Direction, int]
-
-
 class _Groups(NamedTuple):
     """A summary's names; ``layers`` sorted, None where one is named twice."""
 
     weights: Names
     grads: Names
     layers: Names | None
+    idle: Names
+    joined: Names
 
 
 @dataclass
@@ -82,12 +54,16 @@ class Scope:
     chunk: int
     microbatch: int
     beta: int | None
+    slots: tuple[Slot, Slot] | None = None
+    joint: Joint | None = None
     epoch: int = 0
     _layers: list[str] = field(default_factory=list)
     _roles: list[str] = field(default_factory=list)
     _empty: list[str] = field(default_factory=list)
     _weights: dict[tuple[str, str], None] = field(default_factory=dict)
     _grads: list[str] = field(default_factory=list)
+    _idle: list[str] = field(default_factory=list)
+    _joined: list[str] = field(default_factory=list)
 
     @property
     def contributor(self) -> Hashable:
@@ -152,6 +128,20 @@ class Scope:
             self.ledger.grads.write(name, self.beta, self.microbatch)
         return self.beta
 
+    def write_joined_grad(self, name: str) -> int:
+        """W writes the product of several microbatches' operands to a main gradient; returns the beta to write it with."""
+        assert self.joint is not None and self.joint.beta is not None, "this W multiplies nobody else's operands"
+        self._joined.append(name)
+        if self.ledger.checks:
+            self.ledger.grads.write(name, self.joint.beta, self.microbatch)
+        return self.joint.beta
+
+    def leave_grad(self, name: str) -> None:
+        """W leaves its operands, and so its part of a main gradient, to the W of a later microbatch."""
+        self._idle.append(name)
+        if self.ledger.checks:
+            self.ledger.grads.report_group((name,))  # part of the action: no record of its own in a trace
+
     def _who(self) -> str:
         return f"{self.chunk}{self.kind}{self.microbatch}"
 
@@ -167,6 +157,9 @@ class Scope:
             tuple(self._grads),
             self.beta,
             tuple(self._empty),
+            self.joint,
+            tuple(self._idle),
+            tuple(self._joined),
         )
 
 
@@ -308,20 +301,24 @@ class Ledger:
         beta: int | None = None,
         slots: tuple[Slot, Slot] | None = None,
         epoch: int | None = None,
+        joint: Joint | None = None,
     ) -> Iterator[Scope]:
         """Run F, I or W of a microbatch over ``slots`` (I-slot, W-slot), which F takes.
 
-        ``epoch``: the scale epoch that F or I needs by its plan (None: whichever is current).
+        ``epoch``: the scale epoch that F or I needs by its plan (None: whichever is current). ``joint``: given where W of
+        several microbatches is one product, of F, I and W alike.
         """
         if self._current is not None:
             self._refuse(LeaseError(f"{kind} starts inside {self._current.kind}", chunk=chunk, microbatch=microbatch))
-        scope = Scope(self, kind, chunk, microbatch, beta)
+        scope = Scope(self, kind, chunk, microbatch, beta, slots, joint)
         if self._tracer is not None:
             self._tracer.begin_action(kind, chunk, microbatch)
-        self._enter(kind, chunk, microbatch, slots)
+        self._enter(kind, chunk, microbatch, slots, joint)
         direction = _DIRECTION.get(kind)
         if direction is not None and self.checks:
             scope.epoch = self.timeline.begin(scope.contributor, direction, epoch=epoch)
+            if joint is not None:
+                self.leases.bind(chunk, microbatch, scope.epoch)
         self._current = scope
         if self._tracer is not None:
             self._tracer.begin_effects(scope)
@@ -337,7 +334,7 @@ class Ledger:
             self.check_roles(kind, chunk, microbatch, scope._roles)
             self.timeline.end(scope.contributor)
         if self.checks:
-            self.leases.finish(kind, chunk, microbatch)
+            self.leases.finish(kind, chunk, microbatch, joint=joint)
         if self._tracer is not None:
             self._tracer.end_action(scope, whole=True)
 
@@ -366,8 +363,8 @@ class Ledger:
             self._refuse(LeaseError(f"{kind} starts inside {self._current.kind}", chunk=chunk, microbatch=microbatch))
         if self._tracer is not None:
             self._tracer.begin_action(kind, chunk, microbatch)
-        groups = self._groups_of(summary)
-        self._enter(kind, chunk, microbatch, slots)
+        groups, joint = self._groups_of(summary), summary.joint
+        self._enter(kind, chunk, microbatch, slots, joint)
         contributor = (kind, chunk, microbatch)
         direction = _DIRECTION.get(kind)
         bound = self.timeline.begin(contributor, direction, epoch=epoch) if direction is not None else 0
@@ -377,11 +374,22 @@ class Ledger:
             )
         if summary.beta is not None:
             self.grads.write_group(groups.grads, summary.beta, microbatch)
+        if joint is not None:
+            self._replay_joint(groups, joint, chunk, microbatch, bound if direction is not None else None)
         if direction is not None:
             self.timeline.end(contributor)
-        self.leases.replay(kind, chunk, microbatch, summary.layers, groups.layers)
+        self.leases.replay(kind, chunk, microbatch, summary.layers, groups.layers, joint)
         if self._tracer is not None:
             self._tracer.replayed(summary, chunk, microbatch, bound)
+
+    def _replay_joint(self, groups: _Groups, joint: Joint, chunk: int, microbatch: int, epoch: int | None) -> None:
+        if epoch is not None:
+            self.leases.bind(chunk, microbatch, epoch)
+        if groups.idle:
+            self.grads.report_group(groups.idle)
+        if groups.joined:
+            assert joint.beta is not None
+            self.grads.write_group(groups.joined, joint.beta, microbatch)
 
     def replay_body(self, summary: BodySummary) -> None:
         """Check and apply what a graph of a whole step does up to its reduction, before it is launched.
@@ -403,6 +411,7 @@ class Ledger:
         self.versions.require_all(summary.weights, epoch=self.weight_epoch(), reader="the step's graph")
         self.timeline.replay_body(summary.contributors, summary.commits)
         self.grads.write_counts(summary.grads)
+        self.grads.report_counts(summary.idle)
         self._refused_by = refused
 
     def _groups_of(self, summary: Summary) -> _Groups:
@@ -413,16 +422,21 @@ class Ledger:
                 self._refuse(GradSlotError(f"a graph writes {summary.grads[0]!r} and its summary gives no beta"))
             distinct = len(set(summary.layers)) == len(summary.layers)
             layers = self._interned.of(sorted(summary.layers)) if distinct else None
-            groups = _Groups(self._interned.of(summary.weights), self._interned.of(summary.grads), layers)
+            named = (summary.idle, summary.joined)
+            groups = _Groups(
+                self._interned.of(summary.weights), self._interned.of(summary.grads), layers, *map(self._interned.of, named)
+            )
             known = self._replayed[id(summary)] = (summary, groups)  # kept: its identity is the key
         return known[1]
 
-    def _enter(self, kind: str, chunk: int, microbatch: int, slots: tuple[Slot, Slot] | None) -> None:
+    def _enter(
+        self, kind: str, chunk: int, microbatch: int, slots: tuple[Slot, Slot] | None, joint: Joint | None = None
+    ) -> None:
         if kind == "F":
             assert slots is not None, "F takes an I-slot and a W-slot"
             self.leases.open(chunk, microbatch, *slots, check=self.checks)
         elif self.checks:
-            self.leases.require(kind, chunk, microbatch, slots)
+            self.leases.require(kind, chunk, microbatch, slots, joint)
 
     @contextmanager
     def recording(self, *, checked: bool = False) -> Iterator[None]:

@@ -8,7 +8,9 @@ a header; every name and every recurring structure is written once, as a definit
     ["s", step] ["z"] ["x", why]            a step begins, ends, is abandoned (why: the exception, or null)
     ["l", launch, t]                        work is launched; launch = [stream, who, [[buffer, access(, lo, hi)], ...]]
     ["a", act, epoch, gi, gw, t]            an eager action has run; act = [kind, chunk, microbatch, beta, I-slot, W-slot,
-                                            layers, roles, empty roles, weights, grads]; gi, gw: the slots' generations
+                                            layers, roles, empty roles, weights, grads]; gi, gw: the slots' generations;
+                                            of a W that shares a product with others' three more values: the product's
+                                            beta (null: a later W makes it), grads left to a later W, grads it is written to
     ["i", act, epoch, gi, gw, t]            an eager action broke off after these effects
     ["r", act, epoch, gi, gw, t]            a captured graph's effects, checked before it was launched
     ["e", stream, tick(, buffers)]          an event is recorded (early: for these buffers only); stream and tick identify it
@@ -212,6 +214,7 @@ _EFFECTS = {
     "!": "violation",
 }
 _ACT = ("kind", "chunk", "microbatch", "beta", "i_slot", "w_slot", "layers", "roles", "empty", "weights", "grads")
+_JOINT = ("joint_beta", "idle", "joined")
 Pairs = Iterable[tuple[str, Any]]
 
 
@@ -222,8 +225,11 @@ def _launch(names: dict[int, Any], launch: int, t: int) -> Pairs:
 
 
 def _act(names: dict[int, Any], act: int, epoch: int, gi: int | None, gw: int | None, t: int) -> Iterator[tuple[str, Any]]:
-    for key, value in zip(_ACT, names[act], strict=True):
+    values = names[act]
+    for key, value in zip(_ACT, values[: len(_ACT)], strict=True):
         yield key, names[value] if key in _ACT[6:] else value
+    for key, value in zip(_JOINT, values[len(_ACT) :], strict=False):
+        yield key, value if key == "joint_beta" else names[value]
     yield from (("epoch", epoch), ("i_generation", gi), ("w_generation", gw), ("t", t))
 
 

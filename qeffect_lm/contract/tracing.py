@@ -161,9 +161,7 @@ class Tracer:
         self.launch(stream, (), "")
         self._inside = False
 
-    def _accessed(
-        self, _: None, stream: str, buffer: Hashable, kind: str, who: str = "", lo: int = 0, hi: int = WHOLE
-    ) -> None:
+    def _accessed(self, _: None, stream: str, buffer: Hashable, kind: str, who: str = "", lo: int = 0, hi: int = WHOLE) -> None:
         self.launch(stream, [(buffer, kind, lo, hi)], who)
         self._inside = False
 
@@ -229,7 +227,11 @@ class Tracer:
         i_slot, gi, w_slot, gw = held
         lists = (done.layers, done.roles, done.empty, tuple(name for name, _ in done.weights), done.grads)
         head = (done.kind, chunk, microbatch, done.beta, i_slot, w_slot)
-        act = self._writer.intern((head, lists), lambda: [*head, *map(self._names, lists)])
+        joint = done.joint  # told of a W alone
+        told = () if joint is None or done.kind != "W" else (joint.beta, done.idle, done.joined)
+        act = self._writer.intern(
+            (head, lists, told), lambda: [*head, *map(self._names, lists), *told[:1], *map(self._names, told[1:])]
+        )
         self._write(code, act, epoch, gi, gw, self._now())
 
 

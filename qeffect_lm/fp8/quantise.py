@@ -40,6 +40,18 @@ class Quantised:
     scale_inv: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Place:
+    """Storages to quantise into instead of new ones.
+
+    ``columns`` ``[k, m]`` may be part of something wider: its rows have any distance, each is contiguous. ``scale_inv`` is
+    0-dim float32.
+    """
+
+    columns: torch.Tensor
+    scale_inv: torch.Tensor
+
+
 def quantise(
     x: torch.Tensor,
     scale: torch.Tensor,
@@ -61,7 +73,8 @@ def quantise(
         scale: 0-dim float32.
         rows, columns: which layouts to make.
         amax_out: 0-dim float32 slot that is max-merged with ``max |x|`` (a NaN wins and stays visible).
-        rows_out, columns_out, scale_inv_out: storages to write into instead of new ones (a slot's).
+        rows_out, columns_out, scale_inv_out: storages to write into instead of new ones (a slot's); the rows of
+            ``columns_out`` may lie apart, each contiguous.
     """
     # Not of float32: for whole tiles of it Triton 3.6 writes a wrong transposed copy on an H200 (the rows are right).
     if kernels.usable(x) and x.dtype.itemsize == 2:

@@ -13,7 +13,7 @@ import torch
 
 from qeffect_lm.contract.ledger import Scope
 from qeffect_lm.contract.timeline import EMPTY, Direction, ScaleRole, ScaleTimeline
-from qeffect_lm.fp8.quantise import E4M3, E5M2, Format, Quantised, current_scale, quantise
+from qeffect_lm.fp8.quantise import E4M3, E5M2, Format, Place, Quantised, current_scale, quantise
 
 FORMATS: dict[str, Format] = {"input": E4M3, "weight": E4M3, "grad_output": E5M2}
 
@@ -30,7 +30,16 @@ class Quantiser(Protocol):
     """Makes FP8 of ``x``: :func:`~qeffect_lm.fp8.quantise.quantise`, or a kernel that applies a norm first, say."""
 
     def __call__(
-        self, x: torch.Tensor, scale: torch.Tensor, fmt: Format, /, *, columns: bool, amax_out: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        scale: torch.Tensor,
+        fmt: Format,
+        /,
+        *,
+        columns: bool,
+        amax_out: torch.Tensor | None,
+        columns_out: torch.Tensor | None = None,
+        scale_inv_out: torch.Tensor | None = None,
     ) -> Quantised: ...
 
 
@@ -52,10 +61,12 @@ class Recipe(Protocol):
         *,
         columns: bool = True,
         quantiser: Quantiser = quantise,
+        into: Place | None = None,
     ) -> Quantised:
         """Quantise an input (``kind`` ``input``) or an output gradient (``grad_output``) ``[tokens, features]``.
 
-        Another ``quantiser`` than the plain one only where ``scales_first``.
+        Another ``quantiser`` than the plain one, and ``into`` (storages for the columns and the inverse scale), only where
+        ``scales_first``.
         """
         ...
 
@@ -99,6 +110,7 @@ class DelayedScaling:
         *,
         columns: bool = True,
         quantiser: Quantiser = quantise,
+        into: Place | None = None,
     ) -> Quantised:
         role = f"{layer}.{kind}"
         slot = None
@@ -106,7 +118,8 @@ class DelayedScaling:
             scope.read_scale(role)
             scope.report_amax(role)
             slot = self.timeline.slot_of(role)
-        return quantiser(x, self.timeline.scale_of(role), FORMATS[kind], columns=columns, amax_out=slot)
+        outs = {} if into is None else {"columns_out": into.columns, "scale_inv_out": into.scale_inv}
+        return quantiser(x, self.timeline.scale_of(role), FORMATS[kind], columns=columns, amax_out=slot, **outs)
 
     def weight(self, layer: str, weight: torch.Tensor) -> Quantised:
         role = f"{layer}.weight"
@@ -139,8 +152,9 @@ class CurrentScaling:
         *,
         columns: bool = True,
         quantiser: Quantiser = quantise,
+        into: Place | None = None,
     ) -> Quantised:
-        assert quantiser is quantise, "a tensor's own amax is known only once it is made"
+        assert quantiser is quantise and into is None, "a tensor's own amax is known only once it is made"
         fmt = FORMATS[kind]
         return quantise(x, current_scale(x, fmt, self.margin), fmt, columns=columns)
 

@@ -37,7 +37,7 @@ def _norm_rows_kernel(x, weight, y, rstd, k, eps, FORWARD: tl.constexpr, BLOCK: 
 
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
 def _norm_quantise_kernel(
-    x, weight, rstd, scale, rows, columns, amax, scale_inv, m, k,
+    x, weight, rstd, scale, rows, columns, amax, scale_inv, pitch, m, k,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, AMAX: tl.constexpr, E5M2: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
@@ -50,13 +50,13 @@ def _norm_quantise_kernel(
     normed = (values * r[:, None] * w[None, :]).to(x.dtype.element_ty).to(tl.float32)  # what the unfused layer would hand over
     if AMAX:
         merge_amax(amax, magnitude(normed, mask))
-    emit(normed, row, column, mask, factor, rows, columns, m, k, ROWS, COLUMNS, E5M2)
+    emit(normed, row, column, mask, factor, rows, columns, pitch, k, ROWS, COLUMNS, E5M2)
     store_inverse(pid, factor, scale_inv)
 
 
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
 def _norm_whole_rows_kernel(
-    x, weight, rstd, scale, rows, columns, amax, scale_inv, m, k, eps,
+    x, weight, rstd, scale, rows, columns, amax, scale_inv, pitch, m, k, eps,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, AMAX: tl.constexpr, E5M2: tl.constexpr,
     TILE_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -72,7 +72,7 @@ def _norm_whole_rows_kernel(
     normed = (raw.to(tl.float32) * r[:, None] * w[None, :]).to(x.dtype.element_ty).to(tl.float32)
     if AMAX:
         merge_amax(amax, magnitude(normed, mask))
-    emit(normed, row, column, mask, factor, rows, columns, m, k, ROWS, COLUMNS, E5M2)
+    emit(normed, row, column, mask, factor, rows, columns, pitch, k, ROWS, COLUMNS, E5M2)
     store_inverse(pid, factor, scale_inv)
 
 
@@ -161,7 +161,7 @@ def quantise(x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, outputs:
     m, k = x.shape
     tile = tables.tile("norm", m, k)
     launched("norm_quantise", x, weight, rstd, *outputs.pointers())
-    _norm_quantise_kernel[tile.grid(m, k)](x, weight, rstd, *outputs.pointers(), m, k, **outputs.switches(tile))
+    _norm_quantise_kernel[tile.grid(m, k)](x, weight, rstd, *outputs.pointers(), outputs.pitch, m, k, **outputs.switches(tile))
     return outputs.quantised()
 
 
@@ -176,7 +176,7 @@ def forward_quantise(x: torch.Tensor, weight: torch.Tensor, eps: float, outputs:
     switches = {name: value for name, value in outputs.switches(cut).items() if name != "TILE_K"}
     launched("norm_whole_rows", x, weight, rstd, *outputs.pointers(), eps)
     _norm_whole_rows_kernel[(triton.cdiv(m, cut.rows),)](
-        x, weight, rstd, *outputs.pointers(), m, k, eps, BLOCK=triton.next_power_of_2(k), **switches
+        x, weight, rstd, *outputs.pointers(), outputs.pitch, m, k, eps, BLOCK=triton.next_power_of_2(k), **switches
     )
     return outputs.quantised(), rstd
 
@@ -209,7 +209,5 @@ def backward(
     )  # fmt: skip
     if out is not None:
         padded = triton.next_power_of_2(cut.runs)
-        _norm_dweight_kernel[(triton.cdiv(k, _COLUMNS),)](
-            partial, out, cut.runs, k, BETA=beta, RUNS=padded, COLUMNS=_COLUMNS
-        )
+        _norm_dweight_kernel[(triton.cdiv(k, _COLUMNS),)](partial, out, cut.runs, k, BETA=beta, RUNS=padded, COLUMNS=_COLUMNS)
     return dx

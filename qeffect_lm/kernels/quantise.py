@@ -13,7 +13,7 @@ from qeffect_lm.kernels.tile import SCALARS, emit, magnitude, merge_amax, store_
 
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
 def _quantise_kernel(
-    x, scale, rows, columns, amax, scale_inv, m, k,
+    x, scale, rows, columns, amax, scale_inv, pitch, m, k,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, AMAX: tl.constexpr, E5M2: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
@@ -23,7 +23,7 @@ def _quantise_kernel(
     values = tl.load(x + row.to(tl.int64)[:, None] * k + column[None, :], mask=mask, other=0.0).to(tl.float32)
     if AMAX:
         merge_amax(amax, magnitude(values, mask))
-    emit(values, row, column, mask, factor, rows, columns, m, k, ROWS, COLUMNS, E5M2)
+    emit(values, row, column, mask, factor, rows, columns, pitch, k, ROWS, COLUMNS, E5M2)
     store_inverse(pid, factor, scale_inv)
 
 
@@ -48,10 +48,15 @@ class Outputs:
     ) -> None:
         m, k = shape
         self.rows = _storage(rows_out, (m, k), fmt, scale.device) if rows else None
-        self.columns = _storage(columns_out, (k, m), fmt, scale.device) if columns else None
+        self.columns = _storage(columns_out, (k, m), fmt, scale.device, apart=True) if columns else None
         self.scale_inv = torch.empty((), device=scale.device) if scale_inv_out is None else scale_inv_out
         self.amax = amax_out
-        self._scale, self._fmt = scale, fmt
+        self._scale, self._fmt, self._m = scale, fmt, m
+
+    @property
+    def pitch(self) -> int:
+        """How far apart the rows of ``columns`` are, in elements: what the kernels take after the pointers."""
+        return self._m if self.columns is None else self.columns.stride(0)
 
     def pointers(self) -> tuple[torch.Tensor, ...]:
         """scale, rows, columns, amax, scale_inv: the kernels' arguments, in order."""
@@ -76,10 +81,14 @@ class Outputs:
         return Quantised(self.rows, self.columns, self.scale_inv)
 
 
-def _storage(given: torch.Tensor | None, shape: tuple[int, int], fmt: Format, device: torch.device) -> torch.Tensor:
+def _storage(
+    given: torch.Tensor | None, shape: tuple[int, int], fmt: Format, device: torch.device, *, apart: bool = False
+) -> torch.Tensor:
+    """``apart``: the rows of a given storage may be part of something wider."""
     if given is None:
         return torch.empty(shape, dtype=fmt.dtype, device=device)
-    if tuple(given.shape) != shape or given.dtype != fmt.dtype or not given.is_contiguous():
+    dense = given.is_contiguous() or (apart and given.dim() == 2 and given.stride(1) == 1 and given.stride(0) >= shape[1])
+    if tuple(given.shape) != shape or given.dtype != fmt.dtype or not dense:
         raise ValueError(f"{fmt.name} {list(shape)} needs a contiguous storage, not {given.dtype} {list(given.shape)}")
     return given
 
@@ -90,5 +99,5 @@ def quantise(x: torch.Tensor, outputs: Outputs) -> Quantised:
     m, k = x.shape
     tile = tables.tile("quantise", m, k)
     launched("quantise", x, *outputs.pointers())
-    _quantise_kernel[tile.grid(m, k)](x, *outputs.pointers(), m, k, **outputs.switches(tile))
+    _quantise_kernel[tile.grid(m, k)](x, *outputs.pointers(), outputs.pitch, m, k, **outputs.switches(tile))
     return outputs.quantised()

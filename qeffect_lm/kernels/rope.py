@@ -79,7 +79,7 @@ def _rope_backward_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
 def _rope_backward_quantise_kernel(
-    dq, dk, dv, cos, sin, scale, rows, columns, amax, scale_inv, tokens, sequence, kv_heads, group, half,
+    dq, dk, dv, cos, sin, scale, rows, columns, amax, scale_inv, pitch, tokens, sequence, kv_heads, group, half,
     q_batch, q_kv, q_head, q_token, k_batch, k_kv, k_token, v_batch, v_kv, v_token,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, AMAX: tl.constexpr, E5M2: tl.constexpr,
     TILE_M: tl.constexpr, HALF: tl.constexpr,
@@ -108,8 +108,8 @@ def _rope_backward_quantise_kernel(
     first, second = first.to(dq.dtype.element_ty).to(tl.float32), second.to(dq.dtype.element_ty).to(tl.float32)
     if AMAX:
         merge_amax(amax, tl.maximum(magnitude(first, mask), magnitude(second, mask)))
-    emit(first, token, column, mask, factor, rows, columns, tokens, width, ROWS, COLUMNS, E5M2)
-    emit(second, token, column + half, mask, factor, rows, columns, tokens, width, ROWS, COLUMNS, E5M2)
+    emit(first, token, column, mask, factor, rows, columns, pitch, width, ROWS, COLUMNS, E5M2)
+    emit(second, token, column + half, mask, factor, rows, columns, pitch, width, ROWS, COLUMNS, E5M2)
     store_inverse(tl.program_id(0), factor, scale_inv)
 
 
@@ -167,7 +167,8 @@ def backward_quantise(
     switches = {name: value for name, value in outputs.switches(tile).items() if name != "TILE_K"}
     grid = (triton.cdiv(batch * sequence, tile.rows) * kv_heads * (group + 2),)
     _rope_backward_quantise_kernel[grid](
-        dq, dk, dv, cos, sin, *outputs.pointers(), batch * sequence, sequence, kv_heads, group, head_dim // 2, *strides,
+        dq, dk, dv, cos, sin, *outputs.pointers(), outputs.pitch,
+        batch * sequence, sequence, kv_heads, group, head_dim // 2, *strides,
         HALF=triton.next_power_of_2(head_dim // 2), **switches,
     )  # fmt: skip
     return outputs.quantised()

@@ -27,7 +27,7 @@ def _sigmoid(x):
 
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
 def _swiglu_quantise_kernel(
-    x, scale, rows, columns, amax, scale_inv, m, f,
+    x, scale, rows, columns, amax, scale_inv, pitch, m, f,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, AMAX: tl.constexpr, E5M2: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
@@ -38,13 +38,13 @@ def _swiglu_quantise_kernel(
     values = (gate * _sigmoid(gate) * up).to(x.dtype.element_ty).to(tl.float32)
     if AMAX:
         merge_amax(amax, magnitude(values, mask))
-    emit(values, row, column, mask, factor, rows, columns, m, f, ROWS, COLUMNS, E5M2)
+    emit(values, row, column, mask, factor, rows, columns, pitch, f, ROWS, COLUMNS, E5M2)
     store_inverse(pid, factor, scale_inv)
 
 
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
 def _swiglu_backward_kernel(
-    x, dy, scale, rows, columns, amax, scale_inv, m, f,
+    x, dy, scale, rows, columns, amax, scale_inv, pitch, m, f,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, AMAX: tl.constexpr, E5M2: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
@@ -59,8 +59,8 @@ def _swiglu_backward_kernel(
     d_up = (grad * silu).to(x.dtype.element_ty).to(tl.float32)
     if AMAX:
         merge_amax(amax, tl.maximum(magnitude(d_gate, mask), magnitude(d_up, mask)))
-    emit(d_gate, row, column, mask, factor, rows, columns, m, 2 * f, ROWS, COLUMNS, E5M2)
-    emit(d_up, row, column + f, mask, factor, rows, columns, m, 2 * f, ROWS, COLUMNS, E5M2)
+    emit(d_gate, row, column, mask, factor, rows, columns, pitch, 2 * f, ROWS, COLUMNS, E5M2)
+    emit(d_up, row, column + f, mask, factor, rows, columns, pitch, 2 * f, ROWS, COLUMNS, E5M2)
     store_inverse(pid, factor, scale_inv)
 
 
@@ -69,7 +69,7 @@ def quantise(x: torch.Tensor, outputs: Outputs) -> Quantised:
     m, f = x.shape[0], x.shape[1] // 2
     tile = tables.tile("swiglu", m, f)
     launched("swiglu_quantise", x, *outputs.pointers())
-    _swiglu_quantise_kernel[tile.grid(m, f)](x.contiguous(), *outputs.pointers(), m, f, **outputs.switches(tile))
+    _swiglu_quantise_kernel[tile.grid(m, f)](x.contiguous(), *outputs.pointers(), outputs.pitch, m, f, **outputs.switches(tile))
     return outputs.quantised()
 
 
@@ -78,5 +78,7 @@ def backward_quantise(x: torch.Tensor, dy: torch.Tensor, outputs: Outputs) -> Qu
     m, f = dy.shape
     tile = tables.tile("swiglu_backward", m, f)
     launched("swiglu_backward", x, dy, *outputs.pointers())
-    _swiglu_backward_kernel[tile.grid(m, f)](x, dy.contiguous(), *outputs.pointers(), m, f, **outputs.switches(tile))
+    _swiglu_backward_kernel[tile.grid(m, f)](
+        x, dy.contiguous(), *outputs.pointers(), outputs.pitch, m, f, **outputs.switches(tile)
+    )
     return outputs.quantised()

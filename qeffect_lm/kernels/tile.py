@@ -48,15 +48,18 @@ def cast(values, E5M2: tl.constexpr):
 
 @triton.jit
 def emit(
-    values, row, column, mask, factor, rows, columns, m, width,
+    values, row, column, mask, factor, rows, columns, pitch, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, E5M2: tl.constexpr,
 ):  # fmt: skip
-    """Quantise a tile of the matrix ``[m, width]`` with the scale ``factor``: rows to ``rows``, transposed to ``columns``."""
+    """Quantise a tile of the matrix ``[m, width]`` with the scale ``factor``: rows to ``rows``, transposed to ``columns``.
+
+    The rows of ``columns`` are ``pitch`` elements apart: m, or more where they are part of something wider.
+    """
     q = cast(values * factor, E5M2)
     if ROWS:
         tl.store(rows + row.to(tl.int64)[:, None] * width + column[None, :], q, mask=mask)
     if COLUMNS:
-        tl.store(columns + column.to(tl.int64)[:, None] * m + row[None, :], tl.trans(q), mask=tl.trans(mask))
+        tl.store(columns + column.to(tl.int64)[:, None] * pitch + row[None, :], tl.trans(q), mask=tl.trans(mask))
 
 
 @triton.jit

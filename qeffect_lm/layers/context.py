@@ -10,7 +10,9 @@ import torch
 
 if TYPE_CHECKING:
     from qeffect_lm.contract.ledger import Scope
+    from qeffect_lm.fp8.quantise import Place
     from qeffect_lm.layers.attention import KVCache
+    from qeffect_lm.layers.joined import JoinedPlace
 
 
 class Phase(StrEnum):
@@ -33,6 +35,7 @@ class LayerContext:
         loss_mask: ``[batch, sequence]`` float32, 0 where a target does not count.
         divisor: 0-dim float, the DP-global number of valid tokens of the step.
         border: the stage's received buffers (input and output gradient), reused before W of the microbatch.
+        joined: the W-slot's place among other microbatches' operands, where W of several is one product.
         again: I of this F will be taken once more (capture does, once per beta), so it must leave what F left.
         anchor: 0-dim float that requires grad; makes autograd reach an embedding, whose input has no gradient.
     """
@@ -46,7 +49,12 @@ class LayerContext:
     anchor: torch.Tensor | None = None
     cache: KVCache | None = None
     border: tuple[torch.Tensor, ...] = ()
+    joined: JoinedPlace | None = None
     again: bool = False
+
+    def place_of(self, layer: str, kind: str) -> Place | None:
+        """Where ``layer`` quantises its ``input`` or ``grad_output`` to; None: into storages of its own."""
+        return None if self.joined is None else self.joined.of(layer, kind)
 
     def owned(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, or a copy if it lies in a border buffer of the stage: those are written again while W still waits."""

@@ -34,20 +34,16 @@ class NormQuantiser:
     def __init__(self, rms: RMSNorm) -> None:
         self._rms = rms
 
-    def __call__(
-        self, x: torch.Tensor, scale: torch.Tensor, fmt: Format, /, *, columns: bool, amax_out: torch.Tensor | None
-    ) -> Quantised:
-        outputs = Outputs(x.shape, scale, fmt, rows=True, columns=columns, amax_out=amax_out)
+    def __call__(self, x: torch.Tensor, scale: torch.Tensor, fmt: Format, /, **outs: Any) -> Quantised:
+        outputs = Outputs(x.shape, scale, fmt, rows=True, **outs)
         made, self.rstd = norm.forward_quantise(x.contiguous(), self._rms.weight, self._rms.eps, outputs)
         return made
 
 
-def swiglu_quantiser(
-    x: torch.Tensor, scale: torch.Tensor, fmt: Format, /, *, columns: bool, amax_out: torch.Tensor | None
-) -> Quantised:
+def swiglu_quantiser(x: torch.Tensor, scale: torch.Tensor, fmt: Format, /, **outs: Any) -> Quantised:
     """``silu(gate) * up`` of ``x`` ``[m, 2 f]``, quantised ``[m, f]``."""
     m, double = x.shape
-    return swiglu.quantise(x, Outputs((m, double // 2), scale, fmt, rows=True, columns=columns, amax_out=amax_out))
+    return swiglu.quantise(x, Outputs((m, double // 2), scale, fmt, rows=True, **outs))
 
 
 class SwiGLUBackwardQuantiser:
@@ -56,10 +52,8 @@ class SwiGLUBackwardQuantiser:
     def __init__(self, x: torch.Tensor) -> None:
         self._x = x
 
-    def __call__(
-        self, dy: torch.Tensor, scale: torch.Tensor, fmt: Format, /, *, columns: bool, amax_out: torch.Tensor | None
-    ) -> Quantised:
-        outputs = Outputs(self._x.shape, scale, fmt, rows=True, columns=columns, amax_out=amax_out)
+    def __call__(self, dy: torch.Tensor, scale: torch.Tensor, fmt: Format, /, **outs: Any) -> Quantised:
+        outputs = Outputs(self._x.shape, scale, fmt, rows=True, **outs)
         return swiglu.backward_quantise(self._x, dy, outputs)
 
 
@@ -69,12 +63,10 @@ class RotaryBackwardQuantiser:
     def __init__(self, dk: torch.Tensor, dv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         self._rest = dk, dv, cos, sin
 
-    def __call__(
-        self, dq: torch.Tensor, scale: torch.Tensor, fmt: Format, /, *, columns: bool, amax_out: torch.Tensor | None
-    ) -> Quantised:
+    def __call__(self, dq: torch.Tensor, scale: torch.Tensor, fmt: Format, /, **outs: Any) -> Quantised:
         batch, kv_heads, group, sequence, head_dim = dq.shape
         shape = batch * sequence, kv_heads * (group + 2) * head_dim
-        outputs = Outputs(shape, scale, fmt, rows=True, columns=columns, amax_out=amax_out)
+        outputs = Outputs(shape, scale, fmt, rows=True, **outs)
         return rope.backward_quantise(dq, *self._rest, outputs)
 
 

@@ -67,6 +67,11 @@ class SplitLinear(SplitLayer):
         self.cached: Quantised | None = None  # the weight cache's storages, bound at assembly
         self.library: CublasLt | None = None  # a GPU's products, bound at assembly (bind_products)
 
+    @property
+    def joins(self) -> bool:
+        """Whether W of several microbatches can be one product: their operands are in FP8 with one scale."""
+        return self.recipe is not None and self.recipe.scales_first and self.weight.requires_grad
+
     def forward(self, x: torch.Tensor, context: LayerContext, norm: RMSNorm | None = None) -> torch.Tensor:
         """``[..., in]`` → ``[..., out]``. ``norm`` comes before the product; the kernel that quantises applies it."""
         if norm is None:
@@ -103,7 +108,8 @@ class SplitLinear(SplitLayer):
             y = mm(x, self.weight, library=self.library)
             return y if residual is None else y + residual
         scope = context.scope if context.training else None
-        q = self.recipe.operand(self.name, "input", x, scope, columns=retains, quantiser=quantiser)
+        into = context.place_of(self.name, "input") if retains else None
+        q = self.recipe.operand(self.name, "input", x, scope, columns=retains, quantiser=quantiser, into=into)
         weight = self._cached("rows", context)
         assert q.rows is not None and weight.rows is not None
         if retains:
@@ -128,7 +134,8 @@ class SplitLinear(SplitLayer):
                 self._hand_over(context, dy=context.owned(dy).t())
             return mm(dy, self.weight.t(), library=self.library) if needs_dx else None
         scope = context.active_scope()
-        q = self.recipe.operand(self.name, "grad_output", dy, scope, columns=retains, quantiser=quantiser)
+        into = context.place_of(self.name, "grad_output") if retains else None
+        q = self.recipe.operand(self.name, "grad_output", dy, scope, columns=retains, quantiser=quantiser, into=into)
         if retains:
             self._hand_over(context, dy=q.columns, dy_scale_inv=q.scale_inv)
         if not needs_dx:
@@ -147,7 +154,15 @@ class SplitLinear(SplitLayer):
     def weight_grad(self, context: LayerContext) -> None:
         scope = context.active_scope()
         operands: WeightGradOperands = scope.take_weight_grad(self.name)
-        beta = scope.write_grad(self.weight_name)
+        shared = None if context.joined is None else context.joined.layers.get(self.name)
+        if shared is None:
+            self._accumulate(operands, scope.write_grad(self.weight_name))
+        elif scope.joint is None or not scope.joint.members:
+            scope.leave_grad(self.weight_name)
+        else:
+            self._accumulate(shared.first(scope.joint.members), scope.write_joined_grad(self.weight_name))
+
+    def _accumulate(self, operands: WeightGradOperands, beta: int) -> None:
         out = self.grad_view()
         assert operands.dy is not None
         x, dy = operands.x, operands.dy

@@ -82,21 +82,27 @@ class Recorder:
         number = next(number for number, other in enumerate(self.events) if other is event)
         self.ops.append(Op(WAIT, stream, event=number))
 
-    def _account(self, kind: str, chunk: int, microbatch: int, beta: int | None, slots: Any, epoch: int | None) -> None:
+    def _account(
+        self, kind: str, chunk: int, microbatch: int, beta: int | None, slots: Any, epoch: int | None, joint: Any
+    ) -> None:
         assert self.ops[-1].name == f"{chunk}{kind}{microbatch}"
         (i_kind, i_chunk, i), (w_kind, w_chunk, w) = slots
         assert (i_kind, w_kind, i_chunk, w_chunk) == ("I", "W", chunk, chunk)
         self._amend(i_slot=i, w_slot=w, beta=beta)
+        if kind == "W" and joint is not None:
+            self._amend(members=joint.members, joint_beta=joint.beta)
         if kind != "W":
             direction = Direction.FORWARD if kind == "F" else Direction.BACKWARD
             assert epoch == self.ledger.timeline.epochs[direction]
             self._amend(epoch=epoch - self.firsts[direction], version=self._version())
 
-    def _action(self, kind: str, chunk: int, microbatch: int, *, beta: Any = None, slots: Any, epoch: Any = None) -> None:
-        self._account(kind, chunk, microbatch, beta, slots, epoch)
+    def _action(
+        self, kind: str, chunk: int, microbatch: int, *, beta: Any = None, slots: Any, epoch: Any = None, joint: Any = None
+    ) -> None:
+        self._account(kind, chunk, microbatch, beta, slots, epoch, joint)
 
     def _replay(self, summary: Any, chunk: int, microbatch: int, *, slots: Any, epoch: Any = None) -> None:
-        self._account(summary.kind, chunk, microbatch, summary.beta, slots, epoch)
+        self._account(summary.kind, chunk, microbatch, summary.beta, slots, epoch, summary.joint)
 
     def _commit(self, epoch: int, directions: Any = tuple(Direction), by: str = "", **_: Any) -> None:
         self.commit_epoch = epoch - self.firsts[directions[0]]

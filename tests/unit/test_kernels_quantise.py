@@ -99,6 +99,26 @@ def test_writes_into_given_storages():
         quantise(x, scalar(3.0), E5M2, rows_out=columns)
 
 
+def test_columns_side_by_side():
+    """The transposed copy goes into part of a wider matrix, and nowhere else."""
+    x = random(32, 48, seed=6, dtype=torch.bfloat16).to(DEVICE)
+    for position in range(3):
+        wide = torch.full((48, 96), 7.0, device=DEVICE).to(E5M2.dtype)
+        part = wide[:, 32 * position : 32 * (position + 1)]
+        made = quantise(x, scalar(3.0), E5M2, columns_out=part)
+        want = quantise(x, scalar(3.0), E5M2)
+        assert made.columns is part and torch.equal(part.view(torch.uint8), want.columns.view(torch.uint8))
+        same_bytes(made.rows, want.rows)
+        others = torch.cat([wide[:, : 32 * position], wide[:, 32 * (position + 1) :]], dim=1)
+        assert (others.float() == 7.0).all()
+        with reference():
+            again = torch.zeros_like(wide)[:, 32 * position : 32 * (position + 1)]
+            quantise(x, scalar(3.0), E5M2, columns_out=again)
+            assert torch.equal(again.view(torch.uint8), part.view(torch.uint8))
+    with pytest.raises(ValueError, match=r"E5M2 \[48, 32\] needs a contiguous storage"):
+        quantise(x, scalar(3.0), E5M2, columns_out=torch.zeros(32, 48, dtype=E5M2.dtype, device=DEVICE).t())
+
+
 SHAPES = {"a": (70, 130), "b": (16, 64), "c": (1, 3), "d": (64, 48)}
 
 

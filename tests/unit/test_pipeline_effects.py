@@ -95,6 +95,13 @@ def test_graphs_do_what_the_program_says(monkeypatch):
     assert_as_written(plan, ranks_of(plan, monkeypatch, graphs__backend="host_replay"))
 
 
+@pytest.mark.parametrize("backend", ["eager", "host_replay"])
+def test_with_w_of_two_microbatches_as_one_product(backend, monkeypatch):
+    """Its places, members and betas; a group of two and one of one."""
+    plan = build_plan("1f1b", 2, M, coalesce_w=2)
+    assert_as_written(plan, ranks_of(plan, monkeypatch, graphs__backend=backend))
+
+
 def test_without_fp8_nothing_is_refreshed(monkeypatch):
     plan = build_plan("1f1b", 2, M)
     assert_as_written(plan, ranks_of(plan, monkeypatch, precision__fp8__recipe="none"), caches=False)

@@ -104,7 +104,7 @@ def test_any_order_keeps_its_slots_apart(case: tuple) -> None:
 def test_graphs_of_four_ranks(plan, before, exact, spare) -> None:  # noqa: ANN001
     """(The most on one rank, all ranks): the table of docs/schedules.md."""
     made = plan()
-    with mock.patch("pipeline.plan.assign_slots", lambda row, holding: lowest_free(assign_slots(row, holding))):
+    with mock.patch("pipeline.plan.assign_slots", lambda row, holding, _: lowest_free(assign_slots(row, holding))):
         plain = replace(made)
         graphs(plain)
     for one, expected in ((plain, before), (made, exact), (replace(made, holding=SPARE), spare)):

@@ -159,6 +159,19 @@ def test_uneven_stages_and_bytes(run) -> None:
     assert plain["cost"] == 24
 
 
+def test_w_of_several_microbatches_as_one_product(run) -> None:
+    sizes = "--stages", "2", "--microbatches", "5"
+    report = json.loads(run("--schedule", "1f1b", *sizes, "--coalesce-w", "2", "--json"))
+    plan = build_plan("1f1b", 2, 5, coalesce_w=2)
+    assert (report["coalesce_w"], report["fingerprint"]) == (2, plan.fingerprint())
+    assert report["w_slots"] == [sum(slots.w_slots.count.values()) for slots in plan.slots] == [4, 2]
+    assert "coalesce_w" not in json.loads(run("--schedule", "1f1b", *sizes, "--json"))
+    assert "W of 2 microbatches as one product; W-slots per rank: 4 2" in run("--schedule", "1f1b", *sizes, "--coalesce-w", "2")
+    proved = run("--schedule", "1f1b", *sizes, "--coalesce-w", "2", "--check")
+    assert proved.startswith("1f1b: 2 stages, 5 microbatches, window step, coalesce_w 2: proved")
+    assert "--plan FILE says all that --coalesce-w would" in run("--check", "--plan", "x", "--coalesce-w", "2", code=2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -177,6 +190,10 @@ def test_uneven_stages_and_bytes(run) -> None:
         (["--schedule", "auto", "--memory-limit", "4GB"], "needs --memory MB,MW in bytes"),
         (["--schedule", "auto", "--chunks", "2"], "auto chooses chunks"),
         (["--schedule", "auto", "--placements", "ring"], "unknown placement ring"),
+        (["--schedule", "auto", "--coalesce-w", "2"], "auto itself places each W: leave --coalesce-w out"),
+        (["--schedule", "1f1b", "--coalesce-w", "0"], "coalesce_w=0: W of 1"),
+        (["--schedule", "zb-v", "--coalesce-w", "5", "--check"], "coalesce_w=5: W of 1 .* to 4 microbatches"),
+        (["--schedule", "1f1b", "--coalesce-w", "2", "--check", "--window", "microbatch"], "does not go with window"),
         (["--schedule", "1f1b", "--costs", "1,2,3"], "four times"),
         (["--schedule", "1f1b", "--costs", "1,2,x,0"], "--costs, W: a number"),
         (["--schedule", "1f1b", "--costs", "1,2,nan,0"], "--costs, W: a number"),

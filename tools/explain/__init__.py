@@ -178,7 +178,7 @@ def _names(ranks: Sequence[Rank]) -> dict[str, set[str]]:
         for record in rank.of("action", "replay", "broken"):
             known["layer"].update(record["layers"])
             known["scale"].update(record["roles"])
-            known["weight"].update([*record["weights"], *record["grads"]])
+            known["weight"].update([*record["weights"], *record["grads"], *record.get("idle", ()), *record.get("joined", ())])
             known["slot"].update(slot for slot in (record["i_slot"], record["w_slot"]) if slot is not None)
             known["lease"].add(f"{record['chunk']},{record['microbatch']}")
         for record in rank.of("refresh", "bump"):

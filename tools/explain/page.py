@@ -150,6 +150,9 @@ class _Drawing:
             lines.append(f"cached weights read: {len(record['weights'])}, version {', '.join(versions)}")
         if record["grads"]:
             lines.append(f"main gradients written: {len(record['grads'])}, beta {record['beta']}")
+        if record.get("joined"):
+            text = f"{len(record['joined'])}, beta {record['joint_beta']}"
+            lines.append(f"main gradients written by one product of several microbatches: {text}")
         how = {"action": "eager", "replay": "replayed graph", "broken": "broke off"}[record["effect"]]
         box = next((box for box in reversed(self.boxes) if box["name"] == name and "how" not in box), None)
         if box is None:

@@ -98,9 +98,11 @@ def _act_entries(record: Record, cached: dict[str, int]) -> Iterator[Entry]:
         yield entry("weight", f"read, version {cached.get(weight, 'unknown')}", weight)
     for layer in record["layers"]:
         yield entry("lease", lease_text(record), layer)
-    for name in record["grads"]:
-        first = record["beta"] == 0
-        yield entry("grad", f"main gradient {'overwritten (beta 0)' if first else 'added to (beta 1)'}", name)
+    for names, beta in ((record["grads"], record["beta"]), (record.get("joined", ()), record.get("joint_beta"))):
+        for name in names:
+            yield entry("grad", f"main gradient {'overwritten (beta 0)' if beta == 0 else 'added to (beta 1)'}", name)
+    for name in record.get("idle", ()):
+        yield entry("grad", "left to the W of a later microbatch, which multiplies these operands with its own", name)
 
 
 def lease_text(record: Record) -> str:
@@ -264,12 +266,7 @@ def select(
         if entry.whole_step and kind is None and entry.kind not in ("step", "violation"):
             continue  # a commit is told once, not as the scale's and the step's
         told_anyway = entry.whole_step or (entry.kind == "violation" and kind is None)
-        if (
-            microbatch is not None
-            and entry.microbatch != microbatch
-            and (entry.action or layer is None)
-            and not told_anyway
-        ):
+        if microbatch is not None and entry.microbatch != microbatch and (entry.action or layer is None) and not told_anyway:
             continue
         if layer is not None and not entry.concerns(layer) and not told_anyway:
             continue

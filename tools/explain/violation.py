@@ -136,8 +136,10 @@ def _edges_found(rank: Rank, first: Touch, upper: int, target: str, buffer: str)
         parts.append(f"{target} never waited for {source}")
     if after:
         numbers = ", ".join(f"#{r['n']}" for r in sorted(after, key=lambda r: r["n"])[:4])
-        parts.append(f"events were recorded on {source} after {first.who} at {numbers}, but none that vouches for {buffer} "
-                     f"reaches {target}")
+        parts.append(
+            f"events were recorded on {source} after {first.who} at {numbers}, but none that vouches for {buffer} "
+            f"reaches {target}"
+        )
     else:
         parts.append(f"no event was recorded on {source} after {first.who}")
     return "; ".join(parts)
@@ -269,7 +271,8 @@ def _launch_of(rank: Rank, action: Record) -> int:
 def _grad(rank: Rank, record: Record, told: Explanation) -> None:
     place, n = record["place"], record["n"]
     name = place.get("layer", "")
-    writers = [r for r in rank.before(n, *_ACTIONS) if r["step"] == record["step"] and name in r["grads"]]
+    acts = [r for r in rank.before(n, *_ACTIONS) if r["step"] == record["step"]]
+    writers = [r for r in acts if name in [*r["grads"], *r.get("joined", ())]]
     others = writers[:1]
     remedy = "the step's first writer overwrites (beta 0), later ones add (beta 1), one per microbatch"
     if "expected" in place:
@@ -282,7 +285,8 @@ def _grad(rank: Rank, record: Record, told: Explanation) -> None:
         needed = int(place["writers"] > 0)
         told.facts.append(("needed", f"beta {needed} after {place['writers']} writers of {name} in this step"))
         told.facts.append(("found", f"beta {place['beta']}"))
-    names = [f"{_name(r)} (#{r['n']}, beta {r['beta']})" for r in reversed(writers)]
+    betas = [r["beta"] if name in r["grads"] else r["joint_beta"] for r in writers]
+    names = [f"{_name(r)} (#{r['n']}, beta {beta})" for r, beta in zip(reversed(writers), reversed(betas), strict=True)]
     told.facts.append(("writers", ", ".join(names) or "none"))
     told.facts.append(("remedy", remedy))
     told.involved = [_launch_of(rank, r) for r in others]
