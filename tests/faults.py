@@ -401,8 +401,8 @@ def shared_slot(resource: str) -> Callable[..., Plan]:
     with delayed W for W-slots."""
 
     def plan(microbatch: int, ranks: int = 1) -> Plan:
-        def colour(actions: Iterable[Action], holding: Any = None) -> SlotPlan:
-            right = assign_slots(list(actions), holding)
+        def colour(actions: Iterable[Action], holding: Any = None, coalesce_w: int = 1) -> SlotPlan:
+            right = assign_slots(list(actions), holding, coalesce_w)
             slots = getattr(right, resource)
             if (0, microbatch) in slots.index:  # on the rank of chunk 0
                 wrong = {**slots.index, (0, microbatch): slots.index[0, microbatch - 1]}
