@@ -105,18 +105,22 @@ def test_two_stages() -> None:
 
 @pytest.mark.long
 def test_two_replicas_of_two_stages() -> None:
-    """G5: DP 2 x PP 2, zero 0 and 1, eager and captured: the bits of two replicas without stages; PP 3 those of one process."""
+    """G5: DP 2 x PP 2, zero 0 and 1, eager and captured: the bits of two replicas without stages; PP 3 those of one process.
+    A last stage with the final norm alone, which lies on one replica as a whole: the same bits again."""
     variants: list[dict[str, Any]] = [{"optim__zero": 0}, {"optim__zero": 1}, {"optim__zero": 1, **STEP}]
     flat = run_distributed(_runs, 2, {"dp": 2}, variants, timeout=240)
-    deep = run_distributed(_runs, 4, {"pp": 2, "dp": 2}, variants, timeout=400)
+    one_sided = {"optim__zero": 1, "pipeline__stage_layers": [4, 0]}
+    deep = run_distributed(_runs, 4, {"pp": 2, "dp": 2}, [*variants, one_sided], timeout=400)
     told = flat[0][0][0][:3]  # each replica evaluates data of its own
     state = flat[0][0][1]
     for results in (flat, deep):
         for rank in results:
-            for number in range(len(variants)):
+            for number in range(len(rank)):
                 assert rank[number][0][:3] == told, number
                 found = rank[number][1]
                 assert [name for name in found if not same_bits(found[name], state[name])] == [], number
+    assert sorted("moment1/final_norm.weight" in deep[rank][3][1] for rank in (2, 3)) == [False, True]
+    assert [deep[rank][3][2][0] for rank in (2, 3)] == [{"final_norm.weight"}] * 2
     assert COPY in deep[0][1][1] and COPY in deep[3][1][1] and "moment1/embedding.weight" not in deep[0][1][1]
     three = run_distributed(_runs, 3, {"pp": 3}, [CAPTURED], timeout=240)
     assert_one_process(three, 0, {})
