@@ -234,19 +234,21 @@ def placement(arguments: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise UsageError("placement is measured on a GPU, and torch sees none here")
     sizes = [benchmark.Size(*shape, layers=benchmark.LAYERS, main_grads=arguments.main_grads) for shape in wanted]
-    rows = benchmark.measure(sizes, arguments.steps, lambda text: print(text, flush=True))
-    found = benchmark.faults(rows)
-    print("\n" + "\n".join([benchmark.table(rows), *(f"not as promised: {fault}" for fault in found)]))
     command = f"python -m tools.bench {' '.join(sys.argv[1:])}"
-    report = {
-        **header("placement", command, torch.cuda.get_device_name()),
-        "microbatches": benchmark.MICROBATCHES,
-        "bound": "|placed - temporary| <= 2 * microbatches * u * sum of |products|; u = 2^-24 (float32), 2^-8 (bfloat16)",
-        "wanted": {f"{hidden}x{tokens}": ratio for (hidden, tokens), ratio in benchmark.WANTED.items()},
-        "rows": rows,
-        "faults": found,
-    }
-    write(report, arguments.json)
+    rows: list[dict[str, Any]] = []
+    for size in sizes:
+        rows += benchmark.measure([size], arguments.steps, lambda text: print(text, flush=True))
+        found = benchmark.faults(rows)
+        report = {
+            **header("placement", command, torch.cuda.get_device_name()),
+            "microbatches": benchmark.MICROBATCHES,
+            "bound": "|placed - temporary| <= 2 * microbatches * u * sum of |products|; u = 2^-24 (float32), 2^-8 (bfloat16)",
+            "wanted": {f"{hidden}x{tokens}": ratio for (hidden, tokens), ratio in benchmark.WANTED.items()},
+            "rows": rows,
+            "faults": found,
+        }
+        write(report, arguments.json)  # after each: a run that is cut short keeps what it measured
+    print("\n" + "\n".join([benchmark.table(rows), *(f"not as promised: {fault}" for fault in found)]))
     return 1 if found else 0
 
 
