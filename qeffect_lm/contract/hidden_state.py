@@ -35,6 +35,13 @@ HIDDEN_STATE: tuple[HiddenState, ...] = (
         "fixed storage, beta baked",
         "not saved: beta 0 starts a step",
     ),
+    HiddenState(
+        "copies of tied weights on another rank",
+        "flat",
+        "of the parameter",
+        "fixed storage, received after STEP",
+        "compared, loaded as the parameter",
+    ),
     HiddenState("Adam moments, step counter", "flat, optimizer", "optimizer step", "fixed storage", "saved"),
     HiddenState("scales, amax histories", "timeline", "epoch", "fixed storage, rolled by COMMIT only", "saved"),
     HiddenState("open amax slots", "timeline", "window", "max-merged in place", "saved"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoint import compare
 from models.decoder import Decoder
 from models.spec import ParameterSpec
 from pipeline.actions import Action, Kind
@@ -16,9 +17,11 @@ from pipeline.schedules import Placement
 from qeffect_lm.app.assemble import assemble
 from qeffect_lm.app.assemble import make_plan as configured_plan
 from qeffect_lm.app.dry_run import memory_of
+from qeffect_lm.app.generate import Generator, Sampling, load_for_inference
 from qeffect_lm.contract.errors import GradSlotError
 from qeffect_lm.errors import UsageError
 from qeffect_lm.layers.base import named_parameters
+from tests.runs import checkpoint_of, run_here, write_config
 from tests.tiny import assert_moved, batch, config, differing, local_plan, train
 from tests.unit.test_reference_model import loss_of
 
@@ -168,3 +171,21 @@ def test_memory_of_a_dry_run():
     assert first == first_untied and last["gradients"] == last_untied["gradients"]
     assert last_untied["optimizer"] - last["optimizer"] == 8 * table
     assert last_untied["parameters"] - last["parameters"] == 4 * table
+
+
+def test_a_run_and_its_checkpoints(tmp_path):
+    """Trained in bfloat16 main gradients, resumed from the middle with the same bits, read for sampling; no head is saved."""
+    write_config(tmp_path)
+    options = ["model.tie_word_embeddings=true", "precision.main_grads=bfloat16", "precision.dtype=bfloat16", "train.steps=6"]
+    assert run_here(tmp_path, "whole", *options)[0] == 0
+    middle = tmp_path / "whole/checkpoints/step_00000003"
+    assert run_here(tmp_path, "again", *options, f"checkpoint.resume={middle}")[0] == 0
+    compared = compare(checkpoint_of(tmp_path, "whole"), checkpoint_of(tmp_path, "again"))
+    assert not compared.different and not compared.only_in_a and not compared.only_in_b and len(compared.equal) > 30
+    assert not any("head" in name for name in compared.equal)
+    with pytest.raises(UsageError, match="precision.main_grads"):
+        run_here(tmp_path, "other", *options, f"checkpoint.resume={middle}", "precision.main_grads=float32")
+    assembly, _ = load_for_inference(tmp_path / "whole/checkpoints")
+    table = checkpoint_of(tmp_path, "whole").read("param/embedding.weight")
+    assert torch.equal(assembly.engine.stages[0].chunk.blocks[-1].weight, table)
+    assert len(list(Generator(assembly).stream([1, 2, 3], 5, Sampling()))) == 5
