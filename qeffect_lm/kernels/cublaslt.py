@@ -112,7 +112,7 @@ class CublasLt:
             a, b: ``[m, k]`` and ``[n, k]``. FP8: both contiguous along k; otherwise along either dimension.
             beta: 0 (what ``out`` held, NaN included, is gone) or 1 (in place).
             a_scale_inv, b_scale_inv: 0-dim float32 on the device, for FP8.
-            residual: ``[m, n]`` in out's dtype, in another storage, added before the one rounding; with beta 0 only.
+            residual: ``[m, n]`` in out's dtype, in another storage, added by the library; with beta 0 only.
 
         Raises:
             ValueError: shapes or layouts that the library does not take, with what to change.

@@ -59,6 +59,17 @@ def test_lists_of_nodes_are_compared():
     assert placement.nodes_of([Graph("operation aten.mm.out(x)", "operation aten.empty_like.default(x)")]) == {"aten.mm.out": 1}
 
 
+def test_a_product_that_adds_and_one_that_overwrites_are_one_kernel():
+    """cuBLASLt's names for them; other tiles, or another number of them, still count."""
+    shape = " grid=(132, 1, 1) block=(384, 1, 1) shared="
+    adds, writes = (f"node kernel nvjet_128x128_h_{beta}_coopA{shape}{size}" for beta, size in (("badd", 7), ("bz", 5)))
+    before = placement.nodes_of([Graph(writes, adds, adds)])
+    assert placement.added(before, placement.nodes_of([Graph(writes, writes, writes)])) == {"added": {}, "gone": {}, "count": 0}
+    wider = writes.replace("128x128", "128x160")
+    other = placement.added(before, placement.nodes_of([Graph(writes, writes, writes, wider)]))
+    assert other == {"added": {"kernel nvjet_128x160_h_b_coopA": 1}, "gone": {}, "count": 1}
+
+
 def test_ways_on_a_small_rank(ours):
     """Equal bits from graphs and eagerly; the temporary way is another list of launches for W, and within the bound."""
     placed, temporary = ours.gradients("placed"), ours.gradients("temporary")

@@ -20,6 +20,7 @@ are the same, P_1 … P_m; each way rounds every product and every partial sum o
 from __future__ import annotations
 
 import gc
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -46,6 +47,7 @@ SHAPES = ((4096, 1024), (1024, 512), (1024, 2048), (2048, 1024), (2048, 2048), (
 WANTED = {(4096, 1024): 1.132}  # what the rank-step must gain at least, temporary over placed; elsewhere 1
 IN_A_ROW = 3
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+BETA = re.compile(r"_(bz|badd)_")  # in the name of one of cuBLASLt's kernels
 Clock = Callable[[Round], float]
 
 # ---- ours ------------------------------------------------------------------------------------------------------------
@@ -152,7 +154,11 @@ def nodes_of(graphs: Iterable[Graph]) -> Counter[str]:
 
 
 def added(before: Counter[str], after: Counter[str]) -> dict[str, Any]:
-    """What ``after`` launches beyond ``before``, by name without the shapes, and what it lacks."""
+    """What ``after`` launches beyond ``before``, by name without the shapes, and what it lacks.
+
+    cuBLASLt has a product that adds to its output (``badd``) and one that overwrites it (``bz``) as two kernels of one
+    algorithm. Beta is what the ways are meant to differ in, so such a pair, by its name, counts as one kernel.
+    """
 
     def by_name(lines: Counter[str]) -> dict[str, int]:
         names: Counter[str] = Counter()
@@ -160,7 +166,15 @@ def added(before: Counter[str], after: Counter[str]) -> dict[str, Any]:
             names[line.partition(" grid=")[0]] += count
         return dict(sorted(names.items()))
 
-    return {"added": by_name(after - before), "gone": by_name(before - after), "count": (after - before).total()}
+    def whatever_beta(lines: Counter[str]) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for line, count in lines.items():
+            name, matched = BETA.subn("_b_", line.partition(" grid=")[0])
+            found[name if matched else line] += count
+        return found
+
+    ours, theirs = whatever_beta(before), whatever_beta(after)
+    return {"added": by_name(theirs - ours), "gone": by_name(ours - theirs), "count": (theirs - ours).total()}
 
 
 def difference(ours: Ours, got: torch.Tensor, other: torch.Tensor) -> dict[str, float]:
