@@ -38,7 +38,8 @@ def scaled_mm(
 ) -> torch.Tensor:
     """``(a * a_scale_inv) @ (b * b_scale_inv).T``; FP8 ``a`` ``[m, k]``, ``b`` ``[n, k]`` → ``[m, n]`` in ``out_dtype``.
 
-    ``residual`` ``[m, n]`` in ``out_dtype`` is added by the product itself, which then is not written out first. ``library``: the device's products, for tensors on a GPU; ``fast_accumulation`` matters there only.
+    ``residual`` ``[m, n]`` in ``out_dtype`` is added by the product itself, which then is not written out first. ``library``:
+    the device's products, for tensors on a GPU; ``fast_accumulation`` matters there only.
     """
     if a.is_cuda:
         out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
@@ -72,8 +73,8 @@ def accumulate_mm(
 
     ``beta`` is 0 (what ``out`` held, NaN included, is gone) or 1. ``a`` ``[m, k]``, ``b`` ``[n, k]``, ``out`` ``[m, n]``; the
     product is made in ``out``'s dtype, or for bfloat16 in float32, and then the sum is rounded (cuBLASLt may round product and
-    sum). 16-bit operands on a GPU go in as they are: their products are exact in float32. (Where no such product exists, as of a CPU or of float32 into
-    bfloat16, there is a temporary.)
+    sum). 16-bit operands on a GPU go in as they are: their products are exact in float32. (Where no such product exists, as of
+    a CPU or of float32 into bfloat16, there is a temporary.)
     """
     if a.is_cuda and a.dtype in GPU_DTYPES:
         _bound(library).matmul(out, a, b, beta=beta)

@@ -2,8 +2,8 @@
 
 A quantiser is given to :meth:`~qeffect_lm.layers.linear.SplitLinear.product` or ``input_grad``, which read the scale and report
 the amax of their role as ever: only the kernel differs. What such a kernel hands over is rounded to the layers' dtype first, so
-that the FP8 bytes are those of the separate layers. The residual is added by the last product itself, and its gradient inside the
-norm's backward kernel.
+that the FP8 bytes are those of the separate layers. The residual is added by the last product itself, and its gradient inside
+the norm's backward kernel.
 """
 
 from __future__ import annotations
