@@ -77,11 +77,17 @@ def assert_one_process(results: list[list[Any]], number: int, settings: dict[str
 
 
 def test_two_stages() -> None:
+    """One graph of the whole step on each of two ranks, transfers of gradient and parameter included."""
+    small = {"model__vocab_size": 64, "model__num_layers": 2}
+    assert_one_process(run_distributed(_runs, 2, {"pp": 2}, [STEP | small], timeout=240), 0, small)
+
+
+@pytest.mark.long
+def test_two_stages_under_all_schedules() -> None:
     """Schedules with embedding and head on two ranks and on one, eager, captured, as one graph; float32 has no copy in another
     type; bfloat16 main gradients. The last rank holds a copy and a gradient, no master and no moments."""
     variants: list[dict[str, Any]] = [
         {},
-        STEP,
         {**CAPTURED, "pipeline__schedule": "zb-h1"},
         {"pipeline__schedule": "interleaved-1f1b"},
         {"pipeline__schedule": "zb-v", **STEP},
@@ -166,6 +172,7 @@ def _resumes(rank: int, world: int, root: Path) -> Any:
     return losses, refused
 
 
+@pytest.mark.long
 def test_checkpoints_between_layouts(tmp_path: Path) -> None:
     """One process → two stages → one process: one logical tensor, the bits of a run that never stopped."""
     whole = train(config(**TIED), 4, batches=lambda step: data(step, Mesh({})))
