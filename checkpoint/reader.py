@@ -132,20 +132,27 @@ class Checkpoint:
                     raise self._mismatch(name, part)
 
     def verify(self) -> list[Problem]:
-        """Read every byte and return all that differs from the manifest; [] when the checkpoint is sound."""
+        """Read every byte and return all that differs from the manifest; [] when the checkpoint is sound. On one thread;
+        :func:`checkpoint.verify.verify` takes several."""
+        problems = self.verify_manifest()
+        for name in sorted(self.manifest.files):
+            problems += self.verify_file(name)
+        return problems
+
+    def verify_manifest(self) -> list[Problem]:
+        """Whether the manifest on disk is still the one that was opened."""
         problems = []
         try:
             if read_manifest(self.path).to_bytes() != self.manifest.to_bytes():
                 problems.append(Problem(MANIFEST, None, "was replaced since the checkpoint was opened"))
         except CheckpointError as error:
             problems.append(Problem(MANIFEST, None, str(error)))
-        for name in sorted(self.manifest.files):
-            problems += self._verify_file(name)
         return problems
 
-    def _verify_file(self, name: str) -> list[Problem]:
+    def verify_file(self, name: str) -> list[Problem]:
+        """What is wrong with one file."""
         expected = self.manifest.files[name]
-        held = self._slices_in(name)
+        held = self.slices_in(name)
         first, last = (held[0][0], held[-1][0]) if held else (None, None)
         try:
             with open(self.path / name, "rb") as file:
@@ -168,7 +175,8 @@ class Checkpoint:
             problems.insert(0, Problem(name, where, f"has {size} bytes instead of {expected.size}"))
         return problems
 
-    def _slices_in(self, file: str) -> list[tuple[str, TensorEntry, SliceEntry]]:
+    def slices_in(self, file: str) -> list[tuple[str, TensorEntry, SliceEntry]]:
+        """Name, tensor and slice of all that lies in ``file``, in order of offset."""
         held = [
             (name, entry, part)
             for name, entry in self.manifest.tensors.items()

@@ -1,0 +1,143 @@
+"""tools.verify: every damage is found and named, on one thread or several, and what crashes leave does no harm."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint import Checkpoint, open_checkpoint, save_checkpoint
+from checkpoint import verify as verifying
+from checkpoint.comm import SingleProcess
+from checkpoint.verify import verify
+from qeffect_lm.app.shapes import model_shapes
+from qeffect_lm.state import Role
+from tests.checkpoint_support import whole
+from tests.tiny import config
+from tests.unit.test_checkpoint_read import saved  # noqa: F401  (a fixture)
+from tools import verify as tool
+
+
+def model_checkpoint(root: Path, step: int = 3, change: dict[str, torch.Tensor] | None = None) -> Path:
+    """Masters and parameters of the tiny model, and its configuration."""
+    settings = config()
+    shapes = model_shapes(settings.to_dict())
+    tensors = {f"{role}/{name}": torch.zeros(shape) for name, shape in shapes.items() for role in ("master", "param")}
+    tensors |= change or {}
+    roles = {"master": Role.MASTER, "param": Role.PARAM}
+    items = [whole(name, tensor, roles[name.partition("/")[0]]) for name, tensor in tensors.items() if tensor is not None]
+    made = save_checkpoint(root, step, items, {"config": settings.to_dict()}, SingleProcess(), {})
+    assert isinstance(made, Path)
+    return made
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = tool.main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_threads_find_what_one_pass_finds(saved, workers, monkeypatch):  # noqa: F811
+    """Any byte of any file, flipped: the same problems as the plain reading, and none in a sound checkpoint."""
+    monkeypatch.setattr(verifying, "AT_ONCE", 8)
+    checkpoint = open_checkpoint(saved)
+    assert verify(checkpoint, workers) == [] == checkpoint.verify()
+    rng = random.Random(workers)
+    for name in sorted(checkpoint.manifest.files):
+        path = saved / name
+        sound = path.read_bytes()
+        for place in rng.sample(range(len(sound)), 12):
+            path.write_bytes(sound[:place] + bytes([sound[place] ^ 1 << rng.randrange(8)]) + sound[place + 1 :])
+            assert verify(checkpoint, workers) == checkpoint.verify() != []
+        for damaged in (sound[:-1], sound + b"\0", b""):
+            path.write_bytes(damaged)
+            assert verify(checkpoint, workers) == checkpoint.verify() != []
+        path.unlink()
+        assert verify(checkpoint, workers) == checkpoint.verify() != []
+        path.write_bytes(sound)
+    assert verify(checkpoint, workers) == []
+
+
+def test_a_gap_between_slices_is_read_in_one_pass(tmp_path, monkeypatch):
+    """Bytes that no slice covers have no digest of their own: then the file is hashed as a whole."""
+    path = model_checkpoint(tmp_path)
+    manifest = open_checkpoint(path).manifest
+    (name,) = manifest.files
+    checkpoint = Checkpoint(path, manifest)
+    assert verifying._ranges(checkpoint, name) is not None
+    held = checkpoint.slices_in(name)
+    for place in (len(held) // 2, len(held) - 1):
+        rest = {key: entry for key, entry in manifest.tensors.items() if key != held[place][0]}
+        fewer = Checkpoint(path, manifest.model_copy(update={"tensors": rest}))
+        monkeypatch.setattr(verifying, "_begins", lambda *_: True)
+        assert verifying._ranges(fewer, name) is None
+
+
+def test_a_sound_run(tmp_path, capsys):
+    """Of a folder the newest complete one is read; ``--all`` reads all; a run's folder will do."""
+    for step in (3, 20, 100):
+        model_checkpoint(tmp_path / "run/checkpoints", step)
+    code, out, _ = run(capsys, tmp_path / "run")
+    assert code == 0 and "step_00000100  sound: step 100" in out and out.count("not read; --all") == 2
+    assert out.rstrip().endswith("newest complete: step_00000100; latest names step_00000100")
+    code, out, _ = run(capsys, tmp_path / "run/checkpoints", "--all", "--json", "--workers", "2")
+    found = json.loads(out)
+    assert code == 0 and [one["step"] for one in found["checkpoints"]] == [3, 20, 100]
+    assert all(one["problems"] == [] and one["nbytes"] > 1000 for one in found["checkpoints"])
+    assert run(capsys, tmp_path / "run/checkpoints/step_00000020")[0] == 0
+
+
+def test_what_a_crash_leaves_does_no_harm(tmp_path, capsys):
+    """A save without its manifest, one that is half there, a removal cut short: listed; the newest complete one counts."""
+    good = model_checkpoint(tmp_path, 5)
+    shutil.copytree(good, tmp_path / ".tmp-step_00000006")
+    shutil.copytree(good, tmp_path / ".tmp-delete-step_00000004")
+    shutil.copytree(good, tmp_path / "step_00000007")
+    next((tmp_path / "step_00000007").glob("*.safetensors")).unlink()
+    code, out, _ = run(capsys, tmp_path)
+    assert code == 0 and "step_00000005  sound" in out and "step_00000007  INCOMPLETE: cannot read" in out
+    assert ".tmp-step_00000006  left by" in out and ".tmp-delete-step_00000004  left by" in out
+    assert "newest complete: step_00000005" in out
+
+
+def test_damage_has_exit_code_1_and_a_name(tmp_path, capsys):
+    path = model_checkpoint(tmp_path)
+    shard = next(path.glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    code, out, _ = run(capsys, path)
+    assert code == 1 and "DAMAGED" in out and f"{shard.name}: tensor " in out and "do not match their SHA-256" in out
+    (path / "manifest.json").write_text("{}")
+    code, out, _ = run(capsys, path)
+    assert code == 1 and "INCOMPLETE" in out and "newest complete: none" in out
+
+
+@pytest.mark.parametrize("what", ["absent", "shape", "foreign"])
+def test_the_manifest_against_its_configuration(tmp_path, capsys, what):
+    """A parameter that the model lacks, one of another shape, one that it does not know: named."""
+    name = "layers.0.mlp.down.weight"
+    changes = {
+        "absent": {f"master/{name}": None, f"param/{name}": None},
+        "shape": {f"param/{name}": torch.zeros(3, 5)},
+        "foreign": {"param/layers.99.mlp.down.weight": torch.zeros(2)},
+    }
+    path = model_checkpoint(tmp_path, change=changes[what])
+    code, out, _ = run(capsys, path)
+    said = {
+        "absent": f"tensor {name!r}: is not there; the saved configuration has it",
+        "shape": f"tensor {name!r}: has the shape [3, 5], the saved configuration says",
+        "foreign": "no parameter of the saved configuration's model",
+    }
+    assert code == 1 and said[what] in out
+
+
+def test_no_checkpoint_is_exit_code_2(tmp_path, capsys):
+    for arguments in ([tmp_path], [tmp_path / "absent"], [tmp_path / "step_00000001"], [tmp_path, "--workers", "0"]):
+        code, out, err = run(capsys, *arguments)
+        assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1

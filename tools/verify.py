@@ -1,0 +1,170 @@
+"""Check checkpoints: every byte, every tensor's coverage, and the model that the saved configuration describes.
+
+    python -m tools.verify DIR [--all] [--json] [--workers N]
+
+DIR is a checkpoint (``step_…``), the folder that holds them, or a run's folder. Of a folder the newest complete checkpoint is
+read, the one that a resume would take; ``--all`` reads every one. What an interrupted save left is listed and does no harm.
+
+Exit code 0: sound; 1: damaged, with file and tensor; 2: no checkpoint there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpoint import Checkpoint, CheckpointError, Found, Problem, open_checkpoint, scan
+from checkpoint.layout import MANIFEST, step_of
+from checkpoint.retention import latest_name, temporaries
+from checkpoint.verify import total_bytes, verify
+from qeffect_lm.errors import QEffectError, UsageError
+from tools.common import add_traceback, run_tool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found of one checkpoint. ``read``: its bytes were read; else only its manifest and the files' sizes."""
+
+    path: str
+    step: int
+    tensors: int
+    files: int
+    nbytes: int
+    read: bool
+    seconds: float
+    problems: tuple[Problem, ...]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns its exit code."""
+    arguments = _parser().parse_args(argv)
+    return run_tool(lambda: _run(arguments), arguments.traceback)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.workers is not None and arguments.workers < 1:
+        raise UsageError(f"--workers {arguments.workers}: at least one")
+    workers = arguments.workers
+    folder = arguments.dir
+    try:
+        if (folder / MANIFEST).exists() or step_of(folder.name) is not None:
+            found, root = [_one(folder)], None
+        else:
+            root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+            found = scan(root)
+    except CheckpointError as error:
+        raise UsageError(str(error)) from None
+    if not found or (root is None and not folder.is_dir()):
+        raise UsageError(f"{folder} is no checkpoint and holds none: give a step_… folder, the one above it, or a run's")
+    complete = [one for one in found if one.fault is None]
+    chosen = complete if arguments.all else complete[-1:]
+    verdicts = [check(one.path, workers) for one in chosen]
+    report = {
+        "folder": str(folder),
+        "newest_complete": str(complete[-1].path) if complete else None,
+        "latest": None if root is None else latest_name(root),
+        "incomplete": [{"path": str(one.path), "fault": one.fault} for one in found if one.fault is not None],
+        "left_by_interrupted_saves": [] if root is None else [str(path) for path in temporaries(root)],
+        "checkpoints": [asdict(verdict) for verdict in verdicts],
+    }
+    print(json.dumps(report, indent=1) if arguments.json else text(report, verdicts, found))
+    sound = bool(verdicts) and not any(verdict.problems for verdict in verdicts)
+    return 0 if sound else 1
+
+
+def _one(path: Path) -> Found:
+    """A checkpoint that was named itself; its manifest may be what is damaged."""
+    matching = [found for found in scan(path.parent) if found.path == path]
+    if matching:
+        return matching[0]
+    try:
+        return Found(open_checkpoint(path).step, path, None)
+    except CheckpointError as error:
+        return Found(-1, path, str(error))
+
+
+def check(path: Path, workers: int | None) -> Verdict:
+    """Read everything of one checkpoint."""
+    began = time.perf_counter()
+    checkpoint = open_checkpoint(path)
+    problems = (*verify(checkpoint, workers), *against_config(checkpoint))
+    manifest = checkpoint.manifest
+    seconds = time.perf_counter() - began
+    sizes = len(manifest.tensors), len(manifest.files), total_bytes([checkpoint])
+    return Verdict(str(path), checkpoint.step, *sizes, True, seconds, problems)
+
+
+def against_config(checkpoint: Checkpoint) -> list[Problem]:
+    """Masters and parameters against the model of the saved configuration; nothing where there is no configuration."""
+    saved = checkpoint.meta.get("config")
+    if not isinstance(saved, dict):
+        return []
+    from qeffect_lm.app.shapes import model_shapes
+
+    try:
+        shapes = model_shapes(saved)
+    except QEffectError as error:
+        return [Problem(MANIFEST, None, f"the saved configuration cannot be read: {error}")]
+    problems = []
+    for name, shape in shapes.items():
+        entries = [checkpoint.manifest.tensors.get(f"{role}/{name}") for role in ("master", "param")]
+        there = [entry for entry in entries if entry is not None]
+        if not there:
+            problems.append(Problem(MANIFEST, name, f"is not there; the saved configuration has it, {list(shape)}"))
+        problems += [
+            Problem(MANIFEST, name, f"has the shape {list(entry.shape)}, the saved configuration says {list(shape)}")
+            for entry in there
+            if entry.shape != shape
+        ]
+    for full in checkpoint.manifest.tensors:
+        role, _, name = full.partition("/")
+        if role in ("master", "param") and name not in shapes:
+            problems.append(Problem(MANIFEST, full, "no parameter of the saved configuration's model"))
+    return problems
+
+
+def text(report: dict[str, Any], verdicts: Sequence[Verdict], found: Sequence[Found]) -> str:
+    """For people: a line for each checkpoint, then what is wrong."""
+    lines = []
+    by_path = {verdict.path: verdict for verdict in verdicts}
+    for one in found:
+        verdict = by_path.get(str(one.path))
+        if one.fault is not None:
+            lines.append(f"{one.path.name}  INCOMPLETE: {one.fault}")
+        elif verdict is None:
+            lines.append(f"{one.path.name}  complete (not read; --all reads it)")
+        else:
+            gb, seconds = verdict.nbytes / 1e9, max(verdict.seconds, 1e-9)
+            state = "DAMAGED" if verdict.problems else "sound"
+            what = f"step {verdict.step}, {verdict.tensors:,} tensors in {verdict.files} files"
+            lines.append(f"{one.path.name}  {state}: {what}, {gb:.3f} GB read in {seconds:.1f} s ({gb / seconds:.2f} GB/s)")
+            lines += [f"  {problem}" for problem in verdict.problems]
+    left = [Path(path).name for path in report["left_by_interrupted_saves"]]
+    lines += [f"{name}  left by an interrupted save or removal; no checkpoint" for name in left]
+    newest, latest = report["newest_complete"], report["latest"]
+    lines.append(f"newest complete: {Path(newest).name if newest else 'none'}" + (f"; latest names {latest}" if latest else ""))
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.verify",
+        description="Check checkpoints: every byte, coverage, shapes against the saved configuration. "
+        "Exit code 0: sound, 1: damaged, 2: no checkpoint.",
+    )
+    parser.add_argument("dir", metavar="DIR", type=Path, help="a step_… folder, the folder above it, or a run's folder")
+    parser.add_argument("--all", action="store_true", help="read every checkpoint, not just the newest complete one")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--workers", metavar="N", type=int, help="threads (default: one for each CPU)")
+    add_traceback(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
