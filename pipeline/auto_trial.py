@@ -232,7 +232,7 @@ def _steeper(problem: Problem, slope: float) -> Order:
     p, m = problem.placement.num_ranks, problem.microbatches
     order: Order = []
     for stage in range(p):
-        most = int(problem.room[stage] / problem.m_b[stage]) if problem.m_b[stage] > 0 else m
+        most = int(min(m, problem.room[stage] / problem.m_b[stage])) if problem.m_b[stage] > 0 else m
         ahead = max(1, min(most, round(slope * (p - stage))))
         forwards = [("F", stage, microbatch) for microbatch in range(m)]
         backwards = [("I", stage, microbatch) for microbatch in range(m)]

@@ -174,6 +174,7 @@ class ParallelConfig(Section):
         on_resume="warn",
         unit="MiB of main gradients",
         gt=0,
+        le=2**20,
     )
 
     @property
@@ -302,7 +303,9 @@ class ContractConfig(Section):
         on_resume="free",
     )
     poison: bool = _key(
-        False, "Fill released slots with NaN, so that a use after release shows.", on_resume="free"
+        False,
+        "Fill released slots with NaN, so that a use after release shows; the graph of a whole step holds that, too.",
+        on_resume="warn",
     )
     trace_file: str | None = _key(
         None, "File that mode trace writes; null: one in run.dir.", on_resume="free", unit="path"
@@ -484,7 +487,12 @@ class LaunchConfig(Section):
     """processes and their communication"""
 
     timeout_seconds: float = _key(
-        300.0, "How long a rank waits for a dead or absent peer.", on_resume="free", unit="seconds", gt=0
+        300.0,
+        "How long a rank waits for a dead or absent peer.",
+        on_resume="free",
+        unit="seconds",
+        gt=0,
+        le=10_000_000,
     )
     backend: Literal["auto", "gloo"] = _key(
         "auto", "torch.distributed backend; auto: NCCL for tensors on a GPU, gloo for all others.", on_resume="warn"

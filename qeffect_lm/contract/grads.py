@@ -193,9 +193,9 @@ class GradSlots:
                 raise GradSlotError(f"nobody wrote or zeroed {name!r}: it holds the previous step's gradient", layer=name)
 
     def zero_empty_(self, names: Iterable[str] | None = None) -> Sequence[str]:
-        """Zero the slots, of ``names`` or of all, that got only EMPTYs; returns their names."""
+        """Zero the slots, of ``names`` (perhaps none) or of all, that got only EMPTYs; returns their names."""
         written = {name for group in self._group_writes for name in group} | self._closed
-        idle = [name for name in names or self.slots if not self._writes[name] and name not in written]
+        idle = [name for name in (self.slots if names is None else names) if not self._writes[name] and name not in written]
         for name in idle:
             self.slots[name].view.zero_()
         self._zeroed.update(idle)

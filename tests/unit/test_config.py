@@ -126,6 +126,8 @@ def test_missing_file(tmp_path: Path) -> None:
         ("optim.lr=fast", ["optim.lr (on the command line): 'fast' (text) given, expected number > 0"]),
         ("train.max_minutes=10h", ["'10h' (text) given", "(minutes)", "bare number, without a unit"]),
         ("launch.timeout_seconds=5min", ["(seconds)", "bare number"]),
+        ("launch.timeout_seconds=1e308", ["expected number > 0 and <= 10,000,000 (seconds)"]),
+        ("parallel.bucket_mib=1e308", ["expected number > 0 and <= 1,048,576 (MiB of main gradients)"]),
         ("optim.lr=-1", ["-1 (integer) given, expected number > 0 (per optimizer step)"]),
         ("run.seed=true", ["run.seed", "true (boolean) given, expected integer"]),
         ("train.steps=1.5", ["1.5 (number) given, expected integer >= 1 and <= 10,000,000 (optimizer steps)"]),

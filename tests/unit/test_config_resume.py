@@ -44,6 +44,7 @@ def test_no_change(saved: dict[str, Any]) -> None:
     [
         ("run", "dir", "elsewhere", "free"),
         ("contract", "mode", "off", "free"),
+        ("contract", "poison", True, "warn"),  # the graph of a whole step holds it
         ("train", "max_minutes", 5.0, "free"),
         ("optim", "lr", 0.5, "warn"),
         ("train", "steps", 21, "warn"),

@@ -235,5 +235,6 @@ def test_idle_producers_are_zeroed_before_their_part_is_reduced():
     grads.slots[NAMES[0]].view.fill_(3)  # what replicas sum up to
     for name in NAMES[1:]:
         grads.report_empty(name)
+    assert grads.zero_empty_(()) == []  # a chunk without gradients: the others' producers are still to come
     assert grads.zero_empty_() == [*NAMES[1:]] and grads.slots[NAMES[0]].view.all()
     grads.check_complete(1)

@@ -127,6 +127,12 @@ def test_limits_per_rank_and_in_bytes() -> None:
     assert set(found.named) == {"1f1b", "zb-h1"}  # H2 holds 2e9 on rank 1
 
 
+def test_sizes_that_a_float_hardly_holds() -> None:
+    """A limit whose number of microbatches is infinite is no limit."""
+    found = auto(2, 4, 1.0, 1.0, 1.0, 0.0, limit=1e308, M_B=1e-9, M_W=1e-9)
+    assert found.plan.text() == auto(2, 4, 1.0, 1.0, 1.0, 0.0, limit=99.0).plan.text()
+
+
 def test_deterministic() -> None:
     """The same arguments give the same plan: it may be computed on one rank, or again on resume."""
     arguments = (4, 6, 3.0, 2.0, 1.5, 0.2)
