@@ -83,6 +83,7 @@ def test_speed():
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)  # the bound is on CPU time
 @pytest.mark.parametrize("name", ["zb-h1", "interleaved-1f1b"])
 def test_speed_of_32_ranks_256_microbatches(name):
     assert seconds(name, 32, 256) < (30 if name == "zb-h1" else 60)
