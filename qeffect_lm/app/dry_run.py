@@ -19,6 +19,7 @@ from qeffect_lm.app.profile import made_up_batch, profile
 from qeffect_lm.app.sources import check_tokenizer
 from qeffect_lm.config import Config
 from qeffect_lm.layers.joined import place_bytes
+from qeffect_lm.layers.linear import SplitLinear
 from qeffect_lm.optim.buckets import BucketPlan
 from qeffect_lm.optim.flat import Entry, ParamSpec, Shard, layout, plan_of
 from qeffect_lm.optim.gradient_table import gradient_table
@@ -180,17 +181,23 @@ def memory_of(config: Config, plan: Plan, rank: int, specs: dict[str, ParameterS
     size = sum(prod(specs[name].shape) for name in names)
     tied = [param for param in held if param.tied_to is not None]
     copies = sum(param.numel for param in tied if param.tied_to not in names)
-    fp8 = config.precision.fp8.recipe != "none"
-    cached = sum(prod(specs[n].shape) for n in names if fp8 and len(specs[n].shape) == 2 and n.startswith("layers."))
+    model = build_model(config, make_recipe(config), dtype)
+    modules = [m for chunk in plan.placement.chunks(rank) for m in model.meta_chunk(chunk, counts).modules()]
+    cached = sum(m.weight.numel() for m in modules if isinstance(m, SplitLinear) and m.recipe is not None)
+    # What arrives from other ranks before it is added: of copies of tied weights, and of replicas a bucket's.
+    here = {param.name for param in held}
+    received = sum(prod(specs[source].shape) for copy, source in model.ties.items() if source in here and copy not in here)
     separate = dtype.itemsize != wide
     owned = size  # of masters and moments, by the replica that owns most
     shard = shard_of(config, Mesh({"dp": config.parallel.dp}))
     if shard is not None:
         buckets = _buckets(config, plan, rank, specs, counts, shard)
         owned = max(buckets.owned(replica) for replica in range(shard.ranks))
+        trained = [bucket for bucket in buckets.buckets if bucket.trainable]
+        received += shard.ranks * max((size for bucket in trained for size in bucket.sizes), default=0)
     return {
         "parameters": (owned * wide + size * dtype.itemsize if separate else size * wide) + copies * dtype.itemsize,
-        "gradients": (size + sum(param.numel for param in tied)) * optimizers.grad_dtype(config).itemsize,
+        "gradients": (size + sum(param.numel for param in tied) + received) * optimizers.grad_dtype(config).itemsize,
         "optimizer": 2 * owned * _moment(config),
         "caches": 2 * cached,
         "activations": _activations(config, plan, rank, counts),

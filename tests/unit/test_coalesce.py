@@ -24,6 +24,7 @@ from qeffect_lm.contract.trace import read_trace
 from qeffect_lm.errors import UsageError
 from qeffect_lm.fp8.gemm import accumulate_mm, accumulate_scaled_mm
 from qeffect_lm.fp8.quantise import dequantise
+from qeffect_lm.layers.joined import JoinedBuffers, place_bytes
 from qeffect_lm.layers.linear import SplitLinear, WeightGradOperands
 from tests.runs import CONFIG, assert_same_run, run_here, write_config
 from tests.tiny import Trained, assert_moved, batch, config, differing, merged, train
@@ -411,3 +412,14 @@ def test_killed_and_resumed(tmp_path):
         run_here(tmp_path, "parts", *flat, "pipeline.coalesce_w=2")
     assert run_here(tmp_path, "parts", *flat)[0] == 0
     assert assert_same_run(tmp_path, "whole", "parts") > 50
+
+
+def test_a_frozen_weight_has_no_places():
+    """Nobody multiplies its operands, so none are kept: neither storages nor, in the dry run, bytes."""
+    linears = [m for m in assemble(settings(2)).engine.stages[0].chunk.modules() if isinstance(m, SplitLinear) and m.recipe]
+    assert len(linears) == 8
+    linears[3].weight.requires_grad_(False)
+    joined = JoinedBuffers(linears, 4, 2, 16, "cpu")
+    assert all(set(group) == {one.name for one in linears} - {linears[3].name} for group in joined.groups)
+    features = [one.in_features + one.out_features for one in linears if one is not linears[3]]
+    assert place_bytes(linears, 16) == 16 * sum(features)

@@ -8,11 +8,12 @@ import pytest
 
 from checkpoint import compare, step_name
 from qeffect_lm.app.assemble import assemble
-from qeffect_lm.app.dry_run import describe
+from qeffect_lm.app.dry_run import describe, memory_of
 from qeffect_lm.app.generate import Generator, Sampling, load_for_inference
 from qeffect_lm.parallel.mesh import Mesh
 from tests.runs import CONFIG, checkpoint_of, metrics_of, run_here, write_config
 from tests.tiny import config
+from tests.unit.in_process import Ranks
 
 PLAIN = ("pipeline.w_delay=0", "graphs.backend=eager", "train.steps=6")
 
@@ -80,3 +81,33 @@ def test_dry_run_shows_who_owns_what():
         return float(page[page.index("memory per pipeline rank") :].splitlines()[2].split()[3])
 
     assert optimizer(text) < 0.7 * optimizer(describe(config(precision__dtype="bfloat16")))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"parallel__dp": 2, "optim__zero": 1, "parallel__bucket_mib": 0.02},
+        {"parallel__pp": 2, "model__tie_word_embeddings": True, "precision__main_grads": "bfloat16"},
+    ],
+    ids=["shared out", "tied"],
+)
+def test_dry_run_counts_what_a_run_allocates(layout, monkeypatch):
+    """Caches to the byte, without layers kept out of FP8; gradients with what they are received in, but for the padding: less
+    than 128 elements (256 bytes in bfloat16) for each parameter."""
+    settings = config(**layout, precision__dtype="bfloat16", precision__fp8__high_precision_first=1)
+    ranks = Ranks(settings, monkeypatch)
+    plan, model = ranks.parts[0].plan, ranks.parts[0].model
+    specs, counts = {spec.name: spec for spec in model.parameters()}, settings.chunk_layers(plan.placement.num_chunks)
+    told = [memory_of(settings, plan, part.mesh.coord("pp"), specs, counts) for part in ranks.parts]
+    received = []
+    for part, numbers in zip(ranks.parts, told, strict=True):
+        assert numbers["caches"] == sum(t.nbytes for _, t in part.cache.tensors() if t.dim()) > 0
+        exchange, tied = part.engine.end._exchange, part.engine.end.tied
+        received.append(sum(t.nbytes for t in ([exchange.received] if exchange else tied.received.values())))
+    assert max(received) > 0
+    shared = settings.optim.zero  # every replica is told of the one with the largest buffer
+    for part, numbers, mine in zip(ranks.parts, told, received, strict=True):
+        flat = part.flat
+        grads = flat.grad_buffer.nbytes + sum(t.nbytes for t in flat.tied_grad_buffers.values())
+        padding = grads + (max(received) if shared else mine) - numbers["gradients"]
+        assert 0 <= padding < 512 * len(flat.names)
