@@ -248,8 +248,10 @@ def _check_optim(config: Config) -> Iterator[str]:
 
 
 def _check_moments(config: Config) -> Iterator[str]:
-    """What the optimizer's backend and narrow moments take."""
+    """What Muon, the optimizer's backend and narrow moments take."""
     optim = config.optim
+    if optim.name == "muon" and optim.zero:
+        yield f"optim.zero {optim.zero}: optim.name muon updates whole matrices: set optim.zero=0, or optim.name=adamw"
     if optim.backend in ("te", "apex"):
         if config.run.device == "cpu":
             yield f"optim.backend {optim.backend} needs a GPU, run.device is cpu: set run.device=cuda, or optim.backend=native"

@@ -28,7 +28,7 @@ def available() -> dict[str, str]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         has_main = any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)
         if has_main and name != "cli":
-            tools[name] = (ast.get_docstring(tree) or "").partition("\n")[0]
+            tools[name] = (ast.get_docstring(tree) or "").partition("\n")[0].replace("``", "")
     return tools
 
 

@@ -125,6 +125,7 @@ def parity(arguments: argparse.Namespace) -> int:
     """Run all cells; exit code 0 when every cell is equal and every control differs."""
     if arguments.device == "cuda":
         return gpu.run(arguments, lambda text: print(text, flush=True))
+    gpu.refuse_on_cpu(arguments)
     cells = cells_of(arguments)
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="qeffect-parity-"))
     matrix = Matrix(folder)

@@ -116,8 +116,8 @@ def _parser() -> argparse.ArgumentParser:
         "--plan",
         metavar="FILE",
         type=Path,
-        help="with --check, instead of a schedule: a stored plan, a checkpoint or its manifest.json, or a plan with effects of "
-        "its own (see --effects)",
+        help="with --check, instead of a schedule: a stored plan, a checkpoint (of a run's folder the newest) or its "
+        "manifest.json, or a plan with effects of its own (see --effects)",
     )
     check("--window", choices=WINDOWS, help="with --check: when scales are committed (step)")
     check("--effects", metavar="FILE", type=Path, help="with --check: write the plan with its effects to a file, to be edited")

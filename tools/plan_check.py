@@ -17,14 +17,14 @@ from qeffect_lm.errors import UsageError
 
 
 def load(path: Path) -> Plan | Program:
-    """A stored plan, a plan with its effects, or the plan in a checkpoint's manifest.
+    """A stored plan, a plan with its effects, or the plan of a checkpoint: its manifest, or a folder that holds checkpoints.
 
     Raises:
         UsageError: no such file, or none of these.
         PlanError: a stored plan that breaks a rule; names rank, position and action.
     """
     if path.is_dir():
-        path = path / "manifest.json"
+        path = _checkpoint(path) / "manifest.json"
     try:
         text = path.read_text(encoding="utf-8")
         document = json.loads(text)
@@ -41,6 +41,18 @@ def load(path: Path) -> Plan | Program:
         if "action" in error.place:
             raise
         raise UsageError(f"{path} is no plan: {error}") from None
+
+
+def _checkpoint(folder: Path) -> Path:
+    """The folder itself, or like the other tools the newest checkpoint of a run or of a folder of checkpoints."""
+    if (folder / "manifest.json").exists():
+        return folder
+    from checkpoint import CheckpointError, resolve  # imports torch, which nothing else here needs
+
+    try:
+        return resolve(folder)
+    except CheckpointError as error:
+        raise UsageError(str(error)) from None
 
 
 def check(subject: Plan | Program, *, as_json: bool, mutants: int | None, effects: Path | None) -> int:

@@ -231,8 +231,9 @@ def make_timeline(
 def check_supported(config: Config) -> None:
     """Refuse what the configuration knows and training does not, yet."""
     for axis in ("tp", "ep"):
-        if getattr(config.parallel, axis) > 1:
-            raise UsageError(f"parallel.{axis}={getattr(config.parallel, axis)}: training supports {axis}=1 only, so far")
+        size = getattr(config.parallel, axis)
+        if size > 1:
+            raise UsageError(f"parallel.{axis}={size}: training supports {axis}=1 only, so far: set it to 1")
 
 
 def assemble(

@@ -27,8 +27,8 @@ def parser() -> argparse.ArgumentParser:
         epilog=help_text(100),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("config", help="YAML configuration; it may inherit another by `base: other.yaml`")
-    made.add_argument("overrides", nargs="*", metavar="section.key=value", help="override single keys")
+    made.add_argument("config", metavar="CONFIG.yaml", help="YAML configuration; it may inherit another by `base: other.yaml`")
+    made.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="override single keys")
     made.add_argument("--dry-run", action="store_true", help="print what would run (config, plan, memory) and train nothing")
     made.add_argument("--gradients", action="store_true", help="with --dry-run: print where every main gradient lies, too")
     made.add_argument(

@@ -136,8 +136,8 @@ def train_run(config: Config, env: LaunchEnv, say: Callable[[str], None] = print
     Raises:
         UsageError, QEffectError: see their messages; every rank raises or dies.
     """
+    check_supported(config)  # first: nobody should start more processes for what is not built
     check_world(config.parallel, env.world)
-    check_supported(config)
     check_tokenizer(config)
     with ExitStack() as stack:
         signals = signals or stack.enter_context(StopSignals())

@@ -35,7 +35,13 @@ def test_parity_cells():
 @pytest.mark.long
 def test_parity_matrix():
     done = tool("parity", timeout=1500)
-    assert done.returncode == 0 and "32 cells bitwise equal" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "38 cells bitwise equal" in done.stdout, done.stdout + done.stderr
+
+
+def test_parity_on_a_cpu_refuses_what_only_a_gpu_heeds(capsys):
+    """It would run all cells and none of them as asked."""
+    assert parity.main(["--hidden", "256", "--report", "cells.json"]) == 2
+    assert "--hidden, --report: only with --device cuda" in capsys.readouterr().err
 
 
 def test_parity_notices_a_difference(tmp_path):

@@ -171,6 +171,7 @@ def test_all_missing_keys_are_listed(tmp_path: Path) -> None:
         (["model.head_dim=15"], "odd"),
         (["precision.main_grads=bfloat16", "precision.dtype=float64"], "main_grads bfloat16 with precision.dtype float64"),
         (["precision.main_grads=bfloat16", "optim.backend=torch"], "takes gradients in the masters' type"),
+        (["optim.name=muon", "optim.zero=1"], "optim.name muon updates whole matrices: set optim.zero=0"),
         (["parallel.tp=3"], "model.num_heads 4 is not divisible by parallel.tp 3"),
         (["precision.fp8.recipe=delayed", "model.ffn_size=100"], "model.ffn_size = 100 is not a multiple of"),
         (["precision.fp8.recipe=delayed", "model.hidden_size=72", "model.head_dim=16"], "hidden_size = 72"),

@@ -18,6 +18,7 @@ from qeffect_lm.app.main import main
 from qeffect_lm.errors import UsageError
 from tests.runs import CONFIG, checkpoint_of, make_corpus, metrics_of, overrides, run_here, write_config
 from tools.common import TRAIN
+from tools.plan import main as plan_tool
 
 
 @pytest.fixture(scope="module")
@@ -261,10 +262,25 @@ def test_dry_run_and_help(folder, capsys):
     assert all(key.split(".")[-1] in text for key in describe(Config))
 
 
+def test_the_plan_of_a_run_is_found(folder, capsys):
+    """`tools.plan --plan` takes what diff and generate take: a run, its folder of checkpoints, one of them."""
+    for path in (folder / "whole", folder / "whole" / "checkpoints", resolve(folder / "whole")):
+        assert plan_tool(["--plan", str(path), "--check"]) == 0
+        assert "proved for every interleaving" in capsys.readouterr().out
+
+
+def test_a_missing_file_alone_is_asked_for(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([], environment())
+    assert stop.value.code == 2 and capsys.readouterr().err.endswith("arguments are required: CONFIG.yaml\n")
+
+
 def test_dry_run_says_what_training_would_miss(folder, capsys, tmp_path):
     """tp 2 is refused as in training; a corpus or tokenizer that is not there yet is a note."""
     code, err = command(folder, capsys, "--dry-run", "parallel.tp=2", "precision.fp8.recipe=none")
     assert code == 2 and "parallel.tp=2" in err
+    code, err = command(folder, capsys, f"run.dir={tmp_path / 'run'}", "parallel.tp=2", "precision.fp8.recipe=none")
+    assert code == 2 and "tp=1 only" in err and "start 2 processes" not in err
     missing = tmp_path / "later.model"
     assert main([str(folder / "tiny.yaml"), "--dry-run", f"data.tokenizer={missing}"], environment()) == 0
     out = capsys.readouterr().out

@@ -306,6 +306,7 @@ def test_check_with_mutants(run) -> None:
     [
         (["--plan", "/nowhere/plan.json"], "cannot read /nowhere/plan.json: No such file"),
         (["--plan", __file__], "is no plan: not JSON"),
+        (["--plan", str(Path(__file__).parent)], "is no checkpoint and holds no complete one"),
         (["--plan", "OTHER"], "is no plan: not a stored plan"),
         (["--plan", "EFFECTS"], "is no plan: not a plan with its effects"),
         (["--plan", "LINE"], r"is no plan: 'jump' is no operation of a program.*\[rank=0, position=1\]"),

@@ -40,6 +40,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--report", type=Path, metavar="FILE", help="write the cells there, as JSON")
 
 
+def refuse_on_cpu(arguments: argparse.Namespace) -> None:
+    """Options that the matrix on a CPU would not look at.
+
+    Raises:
+        UsageError: one of them was given.
+    """
+    mine = argparse.ArgumentParser()
+    add_arguments(mine)
+    given = [f"--{name}" for name, default in vars(mine.parse_args([])).items() if getattr(arguments, name) != default]
+    if given:
+        raise UsageError(f"{', '.join(given)}: only with --device cuda: add that, or leave it out")
+
+
 def run(arguments: argparse.Namespace, say: Callable[[str], None] = print) -> int:
     """Exit code 0 when every cell is equal and every control differs."""
     from qeffect_lm.runtime.determinism import apply_before_torch, apply_to_torch
