@@ -254,12 +254,12 @@ def assemble(
     library = te.load(device, config.precision.fp8.recipe) if config.model.backend == "te" else None
     mesh = mesh or Mesh({"pp": config.parallel.pp, "dp": config.parallel.dp})
     plan = plan or make_plan(config)
-    if config.contract.mode != "off":
-        # All ranks together prove the plan, before anything is allocated.
-        prove_rank(plan, mesh.coord("pp"), replicas=mesh.group("dp") is not None)
     dtype = DTYPES[config.precision.dtype]
     recipe = make_recipe(config)
     model = build_model(config, recipe, dtype)
+    if config.contract.mode != "off":
+        # All ranks together prove the plan, before anything is allocated.
+        prove_rank(plan, mesh.coord("pp"), replicas=mesh.group("dp") is not None, tied=bool(model.ties))
     counts = config.chunk_layers(plan.placement.num_chunks)
     chunks = {i: model.chunk(i, counts) for i in plan.placement.chunks(mesh.coord("pp"))}
     specs = {spec.name: spec for spec in model.parameters()}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.actions import Action, Kind
-from pipeline.effects import program
+from pipeline.effects import program, rank_program
 from pipeline.plan import Plan, build_plan, make_plan
 from pipeline.program import WORKS, Op, Program, parse_op
 from pipeline.schedules import SCHEDULES, Placement
@@ -100,6 +100,27 @@ def test_with_w_of_two_microbatches_as_one_product(backend, monkeypatch):
     """Its places, members and betas; a group of two and one of one."""
     plan = build_plan("1f1b", 2, M, coalesce_w=2)
     assert_as_written(plan, ranks_of(plan, monkeypatch, graphs__backend=backend))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_replicas_run_is_what_was_proved(tied, monkeypatch):
+    """Reductions of chunks and, of tied weights, REDUCE's own: the program that assembly proves is the one that runs."""
+    proved: list[tuple[Op, ...]] = []
+
+    def noted(*args: Any, **more: Any) -> tuple[Op, ...]:
+        proved.append(rank_program(*args, **more))
+        return proved[-1]
+
+    monkeypatch.setattr("pipeline.prove.rank_program", noted)
+    layout = {"parallel__dp": 2, "pipeline__schedule": "zb-v", "pipeline__w_delay": 0, "pipeline__microbatches": M}
+    ranks = Ranks(config(**layout, model__num_layers=2, model__tie_word_embeddings=tied), monkeypatch)
+    ranks.prepare(batch(0, M))
+    recorders = [Recorder(part) for part in ranks.parts]
+    ranks.step(0, batch(0, M))
+    for recorder, row in zip(recorders, proved, strict=True):
+        assert recorder.lines == words(row)
+        (reduced,) = (op for op in row if op.work == "REDUCE")
+        assert any(buffer[0] == "grads_W" for buffer, _ in reduced.accesses if isinstance(buffer, tuple)) == tied
 
 
 def test_without_fp8_nothing_is_refreshed(monkeypatch):
