@@ -129,7 +129,9 @@ def demo(arguments: argparse.Namespace) -> int:
     """Run the parts in order."""
     began = time.monotonic()
     where = setup(arguments)
-    folder = _fresh(arguments.dir or Path("runs/demo-gpu" if where.device == "cuda" else "runs/demo"))
+    folder = arguments.dir or Path("runs/demo-gpu" if where.device == "cuda" else "runs/demo")
+    _refuse(arguments, folder)
+    _fresh(folder)
     corpus = arguments.corpus or folder / "corpus"
     overrides = [*_paths(corpus), *where.overrides]
     entropy = make_corpus(corpus, arguments.max_mb) if arguments.corpus is None else given_corpus(corpus)
@@ -151,14 +153,30 @@ def heading(text: str) -> None:
     print(f"\n=== {text} ===", flush=True)
 
 
-def _fresh(folder: Path) -> Path:
+def _refuse(arguments: argparse.Namespace, folder: Path) -> None:
+    """What cannot work, before an earlier demo is removed for it.
+
+    Raises:
+        UsageError: too small a corpus, no steps, or a given corpus that is not there or would be removed.
+    """
+    corpus = arguments.corpus
+    if corpus is None and not arguments.max_mb >= 10:
+        raise UsageError(f"--max-mb is {arguments.max_mb:g}; the demo's corpus has at least 10 MB")
+    if arguments.steps is not None and arguments.steps < 1:
+        raise UsageError(f"--steps is {arguments.steps}; it must be at least 1")
+    if corpus is not None and not (corpus / "stdlib.train.idx").exists():
+        raise UsageError(f"--corpus {corpus}: no stdlib.train.idx there; give the folder `corpus` of an earlier demo")
+    if corpus is not None and corpus.resolve().is_relative_to(folder.resolve()):
+        raise UsageError(f"--corpus {corpus} lies in {folder}, which this demo makes anew: choose another folder with --dir")
+
+
+def _fresh(folder: Path) -> None:
     """An empty folder of our own; what an earlier demo left there is removed, anything else is not touched."""
     if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).exists():
         raise UsageError(f"{folder} exists and is not a demo's folder: choose another one with --dir")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / MARKER).write_text("made by tools.demo; removed by the next demo\n")
-    return folder
 
 
 def _paths(corpus: Path) -> list[str]:
@@ -188,8 +206,6 @@ def make_corpus(corpus: Path, megabytes: float) -> float:
     from tools.preprocess import preprocess_corpus, stdlib_python_files
 
     heading("1. corpus: the .py sources of this interpreter's standard library")
-    if megabytes < 10:
-        raise UsageError(f"--max-mb is {megabytes:g}; the demo's corpus has at least 10 MB")
     files = stdlib_python_files()
     report = preprocess_corpus(
         files,

@@ -42,3 +42,23 @@ def test_a_python_without_torch(monkeypatch):
     monkeypatch.setattr(demo.sys, "executable", "/bin/false")
     with pytest.raises(UsageError, match="has no torch"):
         demo.gpus()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--max-mb", "1"], "--max-mb is 1; the demo's corpus has at least 10 MB"),
+        (["--max-mb", "nan"], "--max-mb is nan"),
+        (["--steps", "0"], "--steps is 0"),
+        (["--corpus", "nowhere"], "--corpus nowhere: no stdlib.train.idx there"),
+        (["--corpus", "old/corpus"], "--corpus old/corpus lies in old, which this demo makes anew"),
+    ],
+)
+def test_a_wrong_request_leaves_an_earlier_demo_alone(tmp_path, monkeypatch, capsys, arguments, reason):
+    monkeypatch.chdir(tmp_path)
+    kept = tmp_path / "old/corpus/stdlib.train.idx"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    (tmp_path / "old" / demo.MARKER).touch()
+    assert demo.main(["--dir", "old", *arguments]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {reason}") and kept.exists()
