@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from models.decoder import Decoder
+from pipeline.engine import Engine
+from pipeline.program import COLLECTIVE, COMPUTE
 from qeffect_lm.app.assemble import Assembly
 from qeffect_lm.layers.base import named_parameters
 from tests.tiny import Batch, batch, config, same_bits, train
@@ -167,3 +169,20 @@ def test_tied_embeddings_of_two_replicas(zero: int, monkeypatch: pytest.MonkeyPa
     assert [norms for _, norms, _ in (step[0] for step in told)] == pytest.approx(one.norms, rel=1e-12)
     moment = "moment1/embedding.weight"
     torch.testing.assert_close(state[moment], one.tensors[moment], rtol=1e-10, atol=1e-15)
+
+
+def test_a_graph_that_ends_before_reduce_joins_the_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer is outside of the step's graph: its last edge brings the reductions' stream back, which a capture on a GPU
+    demands and what follows the graph relies on."""
+    body = {"graphs__backend": "host_replay", "graphs__scope": "step", "graphs__optimizer": "outside"}
+    ranks = Ranks(config(**SMALL, parallel__dp=2, **body), monkeypatch)
+    edges: dict[int, list[tuple[str, str]]] = {0: [], 1: []}
+    edge = Engine._edge
+
+    def noted(self: Engine, source: str, target: str) -> None:
+        edges[self.mesh.rank].append((source, target))
+        edge(self, source, target)
+
+    monkeypatch.setattr(Engine, "_edge", noted)
+    ranks.prepare(batch(0, 2))
+    assert all(told[-2:] == [(COMPUTE, COLLECTIVE), (COLLECTIVE, COMPUTE)] for told in edges.values())
