@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -57,10 +58,14 @@ def test_the_failing_rank_is_named_with_its_traceback() -> None:
 
 
 def test_a_hang_ends_at_the_timeout_and_shows_where() -> None:
-    started = time.monotonic()
-    with pytest.raises(DistributedError, match=r"(?s)time ran out.*about to hang.*in _hang"):
-        run_distributed(_hang, 1, timeout=12, init=False)
-    assert time.monotonic() - started < 20
+    for timeout in (12, 60):  # on a machine that is very busy a rank still imports torch after the first
+        started = time.monotonic()
+        with pytest.raises(DistributedError, match="time ran out") as caught:
+            run_distributed(_hang, 1, timeout=timeout, init=False)
+        assert time.monotonic() - started < timeout + 8
+        if "about to hang" in str(caught.value):
+            break
+    assert re.search("(?s)about to hang.*in _hang", str(caught.value))
 
 
 def test_single_ranks_can_be_killed() -> None:
