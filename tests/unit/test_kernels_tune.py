@@ -90,7 +90,7 @@ def test_a_table_is_made(products, library, monkeypatch, tmp_path):  # noqa: F81
     for number in entry["algorithms"].values():
         assert number == algorithm(int.from_bytes(bytes.fromhex(number)[:8], "little")).hex()
         assert 4900 < int.from_bytes(bytes.fromhex(number)[:8], "little") < 5000
-    assert json.loads(json.dumps(made)) == made and len(said) == 1 + 15 + 5 + 2  # products of F, I and W of four linears and of the head
+    assert json.loads(json.dumps(made)) == made and len(said) == 1 + 15 + 5 + 2
 
 
 def test_what_cannot_be_asked(capsys, monkeypatch, tmp_path):
