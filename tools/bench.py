@@ -190,8 +190,7 @@ def capturing(arguments: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise UsageError("captures are measured on a GPU, and torch sees none here")
     size = benchmark.StageSize()
-    cases = [("action", "1f1b"), ("step", "1f1b")]
-    rows = [benchmark.measure(size, scope, schedule) for scope, schedule in cases]
+    rows = [benchmark.measure(size, scope) for scope in ("action", "step")]
     print(benchmark.table(rows))
     report = {
         **header("capture", "python -m tools.bench capture", torch.cuda.get_device_name()),

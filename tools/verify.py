@@ -29,14 +29,13 @@ from tools.common import add_traceback, run_tool
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found of one checkpoint. ``read``: its bytes were read; else only its manifest and the files' sizes."""
+    """What was found of one checkpoint."""
 
     path: str
     step: int
     tensors: int
     files: int
     nbytes: int
-    read: bool
     seconds: float
     problems: tuple[Problem, ...]
 
@@ -97,7 +96,7 @@ def check(path: Path, workers: int | None) -> Verdict:
     manifest = checkpoint.manifest
     seconds = time.perf_counter() - began
     sizes = len(manifest.tensors), len(manifest.files), total_bytes([checkpoint])
-    return Verdict(str(path), checkpoint.step, *sizes, True, seconds, problems)
+    return Verdict(str(path), checkpoint.step, *sizes, seconds, problems)
 
 
 def against_config(checkpoint: Checkpoint) -> list[Problem]:

@@ -16,6 +16,7 @@ from qeffect_lm.contract.errors import LeaseError
 from qeffect_lm.fp8.gemm import accumulate_mm, accumulate_scaled_mm
 from qeffect_lm.fp8.quantise import dequantise
 from qeffect_lm.layers.linear import SplitLinear, WeightGradOperands
+from tests.gpu.captures import assert_same_captures
 from tests.gpu.test_engine_gpu import MICROBATCHES, SHAPE, data
 from tests.tiny import Trained, assert_moved, config, differing, local_plan, train
 
@@ -157,14 +158,7 @@ def test_poisoned_places_change_nothing(graphs):
 
 def test_captured_again():
     """Five captures: one fingerprint, and no memory grows."""
-    assembly = train(settings(2, "action"), 1, batches=data).assembly
-    prints, held = set(), []
-    for _ in range(5):
-        assembly.capture()
-        prints.add(assembly.graph_fingerprint())
-        torch.cuda.synchronize()
-        held.append(torch.cuda.memory_allocated())
-    assert len(prints) == 1 and max(held[2:]) <= held[1]
+    assert_same_captures(train(settings(2, "action"), 1, batches=data).assembly)
 
 
 def test_a_member_that_did_not_run_is_trapped():

@@ -13,6 +13,7 @@ import torch
 
 from pipeline.plan import Plan
 from qeffect_lm.contract.errors import StaleWeightError, StreamOrderError
+from tests.gpu.captures import assert_same_captures
 from tests.tiny import Batch, Trained, assert_moved, batch, config, differing, local_plan, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -65,15 +66,7 @@ def test_one_answer_for_all_plans():
 
 def test_captured_again_gives_the_same_graphs():
     """Ten captures, one fingerprint, and no memory grows."""
-    assembly = trained("cuda_graphs").assembly
-    prints, reserved = set(), []
-    for _ in range(10):
-        assembly.capture()
-        prints.add(assembly.graph_fingerprint())
-        torch.cuda.synchronize()
-        reserved.append(torch.cuda.memory_allocated())
-    assert len(prints) == 1
-    assert max(reserved[2:]) <= reserved[1]
+    assert_same_captures(trained("cuda_graphs").assembly, times=10)
 
 
 @pytest.mark.parametrize("backend", ["eager", "cuda_graphs"])

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from qeffect_lm.contract.errors import StaleWeightError
 from qeffect_lm.parallel.mesh import Mesh
+from tests.gpu.captures import assert_same_captures
 from tests.gpu.test_engine_gpu import SHAPE, data
 from tests.helpers import run_distributed, start_distributed
 from tests.tiny import Trained, assert_moved, config, differing, local_plan, merged, train
@@ -58,14 +59,7 @@ def test_equals_eager(chunks, window, graphs):
 
 def test_captured_again():
     """Five captures: one fingerprint, and no memory grows."""
-    assembly = train(settings("step"), 2, batches=data).assembly
-    prints, held = set(), []
-    for _ in range(5):
-        assembly.capture()
-        prints.add(assembly.graph_fingerprint())
-        torch.cuda.synchronize()
-        held.append(torch.cuda.memory_allocated())
-    assert len(prints) == 1 and max(held[2:]) <= held[1]
+    assert_same_captures(train(settings("step"), 2, batches=data).assembly)
 
 
 def test_a_stale_cache_is_refused_before_the_graph_runs():

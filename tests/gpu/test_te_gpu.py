@@ -18,6 +18,7 @@ from qeffect_lm.app.assemble import Assembly, assemble
 from qeffect_lm.contract.leases import Slot
 from qeffect_lm.contract.timeline import Direction
 from qeffect_lm.parallel.mesh import Mesh
+from tests.gpu.captures import assert_same_captures
 from tests.helpers import run_distributed
 from tests.tiny import Batch, Trained, assert_moved, batch, config, differing, local_plan, merged, same_bits, train
 
@@ -249,15 +250,7 @@ def same_run(eager: Trained, captured: Trained) -> None:
 
 @pytest.mark.parametrize("graphs", ["action", "step"])
 def test_captured_again_gives_the_same_graphs(graphs):
-    assembly = trained(graphs).assembly
-    prints, held = set(), []
-    for _ in range(5):
-        assembly.capture()
-        prints.add(assembly.graph_fingerprint())
-        torch.cuda.synchronize()
-        held.append(torch.cuda.memory_allocated())
-    assert len(prints) == 1
-    assert max(held[2:]) <= held[1]
+    assert_same_captures(trained(graphs).assembly)
 
 
 def test_poisoned_leases_change_nothing():

@@ -28,7 +28,7 @@ class StageSize:
     layers: int = 32
     tokens: int = 1024
 
-    def config(self, scope: str, schedule: str) -> Config:
+    def config(self, scope: str) -> Config:
         return Config.from_dict(
             {
                 "run": {"name": "recapture", "device": "cuda"},
@@ -41,7 +41,7 @@ class StageSize:
                     "ffn_size": self.hidden * 11 // 4,
                 },
                 "precision": {"dtype": "bfloat16", "fp8": {"recipe": "delayed", "history": 16}},
-                "pipeline": {"schedule": schedule, "microbatches": MICROBATCHES},
+                "pipeline": {"schedule": "1f1b", "microbatches": MICROBATCHES},
                 "graphs": {"backend": "cuda_graphs", "scope": scope},
                 "optim": {"moments": "bfloat16"},
                 "data": {"seq_len": self.tokens, "microbatch_size": 1},
@@ -58,15 +58,15 @@ def batch(size: StageSize) -> StepBatch:
     return StepBatch(tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous(), torch.ones(shape), ids, tokens.numel())
 
 
-def measure(size: StageSize, scope: str, schedule: str) -> dict[str, Any]:
+def measure(size: StageSize, scope: str) -> dict[str, Any]:
     """Assemble, capture twice (the second one in a warm process), one step; seconds of each."""
     torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     with drawn_on_device():
-        assembly = assemble(size.config(scope, schedule))
+        assembly = assemble(size.config(scope))
     assembly.rebuild_caches()
     torch.cuda.synchronize()
-    row: dict[str, Any] = {"scope": scope, "schedule": schedule, "assemble_s": time.perf_counter() - began}
+    row: dict[str, Any] = {"scope": scope, "assemble_s": time.perf_counter() - began}
     for name in ("first_capture_s", "second_capture_s"):
         began = time.perf_counter()
         assembly.capture()
@@ -89,11 +89,11 @@ def measure(size: StageSize, scope: str, schedule: str) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    head = f"{'scope':8} {'schedule':8} {'assemble s':>10} {'capture s':>9} {'again s':>7} {'step s':>6}"
+    head = f"{'scope':8} {'assemble s':>10} {'capture s':>9} {'again s':>7} {'step s':>6}"
     lines = [head + f" {'graphs':>6} {'GiB':>6}"]
     for row in rows:
         lines.append(
-            f"{row['scope']:8} {row['schedule']:8} {row['assemble_s']:>10.2f} {row['first_capture_s']:>9.2f} "
+            f"{row['scope']:8} {row['assemble_s']:>10.2f} {row['first_capture_s']:>9.2f} "
             f"{row['second_capture_s']:>7.2f} {row['first_step_s']:>6.2f} {row['graphs']:>6} {row['peak_gib']:>6.1f}"
         )
     return "\n".join(lines)
