@@ -218,20 +218,26 @@ class Stack(nn.Module):
         return x
 
 
+def borders(size: Size) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Inputs, which need gradients, and output gradients of every microbatch, bfloat16 ``[1, tokens, hidden]``; the same at
+    each call."""
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def drawn(factor: float) -> list[torch.Tensor]:
+        shape = (1, size.tokens, size.hidden)
+        made = (torch.randn(shape, device="cuda", generator=generator) for _ in range(MICROBATCHES))
+        return [tensor.mul_(factor).bfloat16() for tensor in made]
+
+    return [x.requires_grad_() for x in drawn(1.0)], drawn(1e-3)
+
+
 class _Theirs:
     """A stack with its data. Graphs are made by :meth:`shared` or :meth:`each`, of a stack of their own."""
 
     def __init__(self, size: Size, te: Any, recipe: Any) -> None:
         self.te, self.recipe = te, recipe
         self.stack = Stack(te, size)
-        generator = torch.Generator("cuda").manual_seed(1)
-        shape = (1, size.tokens, size.hidden)
-
-        def data(factor: float) -> list[torch.Tensor]:
-            made = (torch.randn(shape, device="cuda", generator=generator) for _ in range(MICROBATCHES))
-            return [tensor.mul_(factor).bfloat16() for tensor in made]
-
-        self.xs, self.dys = [x.requires_grad_() for x in data(1.0)], data(1e-3)
+        self.xs, self.dys = borders(size)
         self.norms = [weight for weight in self.stack.parameters() if weight.dim() == 1]
         self.options = {"num_warmup_iters": 3, "enabled": True, "recipe": recipe, "cache_quantized_params": True}
 

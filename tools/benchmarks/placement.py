@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from pipeline.actions import Kind
-from pipeline.engine import Captured
+from pipeline.captured import Captured
 from qeffect_lm.fp8.gemm import accumulate_scaled_mm
 from qeffect_lm.fp8.quantise import E4M3, E5M2, Format, quantise
 from qeffect_lm.graphs.backend import Graph, GraphBackend
@@ -40,7 +40,19 @@ from qeffect_lm.graphs.host_replay import HostReplay
 from qeffect_lm.graphs.register import HiddenStateRegister, Rule
 from qeffect_lm.layers import linear
 from qeffect_lm.layers.base import split_layers
-from tools.benchmarks.layers import CHUNK, MICROBATCHES, Round, Size, Stack, assembled, batch, fill, own_globals, round_of
+from tools.benchmarks.layers import (
+    CHUNK,
+    MICROBATCHES,
+    Round,
+    Size,
+    Stack,
+    assembled,
+    batch,
+    borders,
+    fill,
+    own_globals,
+    round_of,
+)
 
 LAYERS = 6
 SHAPES = ((4096, 1024), (1024, 512), (1024, 2048), (2048, 1024), (2048, 2048), (4096, 2048), (4096, 4096))
@@ -280,14 +292,7 @@ class Theirs:
         for weight in self.stack.parameters():
             if weight.dim() == 2:
                 weight.main_grad = torch.zeros_like(weight, dtype=getattr(torch, size.main_grads))  # type: ignore[attr-defined]
-        generator = torch.Generator("cuda").manual_seed(1)
-        shape = (1, size.tokens, size.hidden)
-
-        def data(factor: float) -> list[torch.Tensor]:
-            made = (torch.randn(shape, device="cuda", generator=generator) for _ in range(MICROBATCHES))
-            return [tensor.mul_(factor).bfloat16() for tensor in made]
-
-        self.xs, self.dys = [x.requires_grad_() for x in data(1.0)], data(1e-3)
+        self.xs, self.dys = borders(size)
         self.norms = [weight for weight in self.stack.parameters() if weight.dim() == 1]
         blocks = zip(self.stack.mlp, self.stack.out, self.stack.qkv, strict=True)
         self.modules: list[Any] = [module for block in reversed(list(blocks)) for module in block]
