@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from qeffect_lm.errors import QEffectError
 
@@ -41,6 +43,17 @@ def run_tool(body: Callable[[], int], show_traceback: bool) -> int:
     except BrokenPipeError:  # the reader of our output left; what is still buffered goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def json_plain(value: Any) -> Any:
+    """JSON proper has no NaN and no infinity: they are given as strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    if isinstance(value, dict):
+        return {key: json_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_plain(item) for item in value]
+    return value
 
 
 @dataclass

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint import Checkpoint, CheckpointError, Comparison, compare, open_checkpoint, resolve
+from tools.common import json_plain
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if args.json:
-        print(json.dumps(_plain({"a": str(a.path), "b": str(b.path), **_summary(result)}), indent=1))
+        print(json.dumps(json_plain({"a": str(a.path), "b": str(b.path), **_summary(result)}), indent=1))
     else:
         print(report(a, b, result))
     return 0 if result.same else 1
@@ -103,17 +103,6 @@ def _table(rows: list[list[str]]) -> list[str]:
 
 def _summary(result: Comparison) -> dict[str, Any]:
     return {"same": result.same, "first": result.first_name, **asdict(result)}
-
-
-def _plain(value: Any) -> Any:
-    """JSON proper has no NaN and no infinity: they are given as strings."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
 
 
 def _parser() -> argparse.ArgumentParser:

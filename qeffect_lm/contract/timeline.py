@@ -134,11 +134,20 @@ class ScaleTimeline:
                 self.spoilt.add_((~torch.isfinite(amax)).sum())
             rolled = torch.cat([amax[:, None], history[:, :-1]], dim=1)
             history.copy_(torch.where(rolls[:, None], rolled, history))
-            peak = history.amax(dim=1) if self.amax == "max" else history[:, 0]
+            peak = self._peak(history)
             candidate = self._candidate(self.fp8_max[rows], peak)
             good = rolls & (peak > 0) & torch.isfinite(candidate)
             scale.copy_(torch.where(good, candidate, scale))
             amax.fill_(EMPTY)
+
+    def scale_from(self, role: str, history: torch.Tensor) -> torch.Tensor:
+        """The scale (0-dim) that ``role`` has after rolling to ``history`` (float32, newest first); not finite where the roll
+        keeps the scale of before."""
+        peak = self._peak(history[None])[0]
+        return torch.where(peak > 0, self._candidate(self.fp8_max[self.index[role]], peak), torch.nan)
+
+    def _peak(self, history: torch.Tensor) -> torch.Tensor:
+        return history.amax(dim=1) if self.amax == "max" else history[:, 0]
 
     def _candidate(self, fp8_max: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
         if self.window == "microbatch":

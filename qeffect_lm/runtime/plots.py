@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from qeffect_lm.errors import QEffectError
 from qeffect_lm.runtime.metrics import StepMetrics, read_metrics
@@ -32,7 +32,7 @@ def plot_loss(
     Raises QEffectError when matplotlib is not installed, when there is nothing to draw, or when the file
     cannot be written.
     """
-    figure = _figure((8, 4.8))
+    figure = blank_figure((8, 4.8))
     records = read_metrics(metrics) if isinstance(metrics, (str, os.PathLike)) else list(metrics)
     points = {record.step: record.eval_loss for record in records if record.eval_loss is not None} | dict(
         held_out
@@ -76,7 +76,7 @@ def plot_loss(
             label=f"unigram entropy ({unigram_entropy:.2f})",
         )
     _finish(axes, title)
-    return _save(figure, Path(out_png))
+    return save_figure(figure, Path(out_png))
 
 
 def plot_spread(
@@ -98,7 +98,7 @@ def plot_spread(
 
     Raises QEffectError as :func:`plot_loss` does.
     """
-    figure = _figure((8, 6.6))
+    figure = blank_figure((8, 6.6))
     above, below = figure.subplots(2, 1, height_ratios=[3, 2], sharex=True)
     colours = dict(zip(losses, (TRAIN, HELD_OUT, "#2a9d6f", "#8a5fbf", YARDSTICK), strict=False))
     for recipe, curves in losses.items():
@@ -119,19 +119,23 @@ def plot_spread(
     _finish(below, "")
     above.set_xlabel("")
     below.set_ylabel(f"held-out minus\n{reference}'s mean", color=INK)
-    return _save(figure, Path(out_png))
+    return save_figure(figure, Path(out_png))
 
 
-def _figure(size: tuple[float, float]) -> Any:
-    """Figure and canvas, not pyplot: no global state, no display, and no backend chosen for the caller."""
+def blank_figure(size: tuple[float, float], layout: Literal["constrained"] | None = "constrained") -> Any:
+    """Figure and canvas, not pyplot: no global state, no display, and no backend chosen for the caller. ``size`` in inches;
+    ``layout`` None leaves it to the caller to place axes.
+
+    Raises QEffectError when matplotlib is not installed.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise QEffectError(
-            "the loss plot needs matplotlib: install the extra with `pip install 'qeffect-lm[plot]'`"
+            "a picture needs matplotlib: install the extra with `pip install 'qeffect-lm[plot]'`"
         ) from error
-    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    figure = Figure(figsize=size, dpi=150, layout=layout)
     FigureCanvasAgg(figure)
     return figure
 
@@ -194,13 +198,17 @@ def _finish(axes: Any, title: str) -> None:
     axes.legend(frameon=False, fontsize=9, labelcolor=INK)
 
 
-def _save(figure: Any, path: Path) -> Path:
-    """Write beside the target and rename, so that a viewer never sees half a picture."""
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+def save_figure(figure: Any, path: Path) -> Path:
+    """Write beside the target and rename, so that a viewer never sees half a picture; PNG unless its name ends in .svg or
+    .pdf.
+
+    Raises QEffectError when the file cannot be written.
+    """
+    temporary, kind = path.with_name(f".{path.name}.tmp-{os.getpid()}"), path.suffix.lower().removeprefix(".")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(temporary, format="png")
+        figure.savefig(temporary, format=kind if kind in ("svg", "pdf") else "png")
         os.replace(temporary, path)
     except OSError as error:
-        raise QEffectError(f"cannot write the loss plot to {path}: {error.strerror}") from error
+        raise QEffectError(f"cannot write the picture {path}: {error.strerror}") from error
     return path

@@ -335,7 +335,7 @@ def test_plot_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(QEffectError, match="nothing to draw"):
         plot_loss([_metrics(1, math.nan)], tmp_path / "loss.png")
     (tmp_path / "file").write_text("")
-    with pytest.raises(QEffectError, match="cannot write the loss plot to .*file/loss.png"):
+    with pytest.raises(QEffectError, match="cannot write the picture .*file/loss.png"):
         plot_loss([_metrics(1)], tmp_path / "file" / "loss.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(QEffectError, match=r"qeffect-lm\[plot\]"):
