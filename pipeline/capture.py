@@ -36,7 +36,7 @@ def capture(engine: Engine, backend: GraphBackend, register: HiddenStateRegister
     """
     keys = engine.plan.graph_keys(engine.rank)
     captured = Captured(check_addresses=register.check_watched)
-    with _preparing(engine, backend, register), engine.ledger.recording():
+    with preparing(engine, backend, register), engine.ledger.recording():
         engine.ledger.begin_step(-1)
         if backend.warms_up:
             _warm_up(engine)
@@ -61,7 +61,7 @@ def capture_step(
     captured = Captured(check_addresses=register.check_watched, checked=engine.ledger.checks)
     inside = engine.actions[: cut(engine.actions, optimizer)]
     ledger = engine.ledger
-    with _preparing(engine, backend, register):
+    with preparing(engine, backend, register):
         if backend.warms_up:
             with ledger.recording():
                 ledger.begin_step(-1)
@@ -107,7 +107,7 @@ def _check_end(engine: Engine, inside: Sequence[Action], optimizer: bool) -> Non
 
 
 @contextmanager
-def _preparing(engine: Engine, backend: GraphBackend, register: HiddenStateRegister) -> Iterator[None]:
+def preparing(engine: Engine, backend: GraphBackend, register: HiddenStateRegister) -> Iterator[None]:
     """Inside, work runs on real state; afterwards nothing of it is left. Older graphs are given up first: new ones may want
     their memory."""
     if engine.captured is not None:

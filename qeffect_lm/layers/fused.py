@@ -40,21 +40,27 @@ class NormQuantiser:
         return made
 
 
-def swiglu_quantiser(x: torch.Tensor, scale: torch.Tensor, fmt: Format, /, **outs: Any) -> Quantised:
-    """``silu(gate) * up`` of ``x`` ``[m, 2 f]``, quantised ``[m, f]``."""
-    m, double = x.shape
-    return swiglu.quantise(x, Outputs((m, double // 2), scale, fmt, rows=True, **outs))
+class SwiGLUQuantiser:
+    """``silu(gate) * up`` of ``x`` ``[m, 2 f]``, quantised ``[m, f]``. Once it was called, ``scale`` is a copy of the scale
+    that it was quantised with."""
+
+    scale: torch.Tensor
+
+    def __call__(self, x: torch.Tensor, scale: torch.Tensor, fmt: Format, /, **outs: Any) -> Quantised:
+        m, double = x.shape
+        self.scale = torch.empty_like(scale)
+        return swiglu.quantise(x, Outputs((m, double // 2), scale, fmt, rows=True, **outs), self.scale)
 
 
 class SwiGLUBackwardQuantiser:
-    """The activation's gradient ``[m, f]`` → that of its input ``[m, 2 f]``, quantised."""
+    """The activation's gradient ``[m, f]`` → that of its input ``[m, 2 f]``, quantised; ``activation`` is filled beside it."""
 
-    def __init__(self, x: torch.Tensor) -> None:
-        self._x = x
+    def __init__(self, x: torch.Tensor, activation: swiglu.Activation | None) -> None:
+        self._x, self._activation = x, activation
 
     def __call__(self, dy: torch.Tensor, scale: torch.Tensor, fmt: Format, /, **outs: Any) -> Quantised:
         outputs = Outputs(self._x.shape, scale, fmt, rows=True, **outs)
-        return swiglu.backward_quantise(self._x, dy, outputs)
+        return swiglu.backward_quantise(self._x, dy, outputs, self._activation)
 
 
 class RotaryBackwardQuantiser:
@@ -96,8 +102,9 @@ def _input_grad(
 class FusedMLP(torch.autograd.Function):
     """``down(swiglu(gate_up(norm(x))))``, with or without norm, with or without ``x +`` before it, as one node.
 
-    Saves ``x``, the norm's statistics and gate_up's output; the activation and d(gate_up) exist in FP8 only. Backward runs
-    I of ``down`` and of ``gate_up`` in that order, as two nodes would.
+    Saves ``x``, the norm's statistics and gate_up's output; the activation and d(gate_up) exist in FP8 only, and the transposed
+    activation that W of ``down`` reads is made in I (:mod:`qeffect_lm.kernels.swiglu`). Backward runs I of ``down`` and of
+    ``gate_up`` in that order, as two nodes would.
     """
 
     @staticmethod
@@ -107,18 +114,22 @@ class FusedMLP(torch.autograd.Function):
         flat = x.reshape(-1, mlp.gate_up.in_features).contiguous()
         quantiser = _first_quantiser(rms)
         hidden = mlp.gate_up.product(flat, context, quantiser)
-        y = mlp.down.product(hidden, context, swiglu_quantiser, flat if residual else None)
-        ctx.save_for_backward(flat, _statistics(quantiser), hidden)
+        activation = SwiGLUQuantiser()
+        y = mlp.down.product(hidden, context, activation, flat if residual else None, columns_in_i=True)
+        ctx.save_for_backward(flat, _statistics(quantiser), hidden, activation.scale)
         ctx.mlp, ctx.rms, ctx.context, ctx.shape, ctx.residual = mlp, rms, context, x.shape, residual
         return y.view(*x.shape[:-1], mlp.down.out_features)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        flat, rstd, hidden = ctx.saved_tensors
+        flat, rstd, hidden, scale = ctx.saved_tensors
         mlp, context = ctx.mlp, ctx.context
         dy = dy.reshape(-1, mlp.down.out_features)
         d_act = mlp.down.input_grad(dy, context, True)
-        dx = mlp.gate_up.input_grad(d_act, context, True, SwiGLUBackwardQuantiser(hidden))
+        activation = swiglu.Activation.like(hidden, scale) if mlp.down.lacks_columns(context) else None
+        dx = mlp.gate_up.input_grad(d_act, context, True, SwiGLUBackwardQuantiser(hidden, activation))
+        if activation is not None:
+            mlp.down.give_columns(context, activation.columns)
         dx = _input_grad(ctx.rms, flat, rstd, dx, dy if ctx.residual else None, context)
         return dx.view(ctx.shape), None, None, None, None
 

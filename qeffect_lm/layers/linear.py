@@ -25,14 +25,16 @@ from qeffect_lm.layers.context import LayerContext, Phase
 from qeffect_lm.layers.norm import RMSNorm
 
 if TYPE_CHECKING:
+    from qeffect_lm.contract.leases import WeightGradHandle
     from qeffect_lm.kernels.cublaslt import CublasLt
 
 
 @dataclass(frozen=True)
 class WeightGradOperands:
-    """What W needs and nothing else: x and dY in stored precision, ``[features, tokens]``, with their inverse scales."""
+    """What W needs and nothing else: x and dY in stored precision, ``[features, tokens]``, with their inverse scales. F leaves
+    dY to I, and x too where I makes it again."""
 
-    x: torch.Tensor
+    x: torch.Tensor | None
     x_scale_inv: torch.Tensor | None = None
     dy: torch.Tensor | None = None
     dy_scale_inv: torch.Tensor | None = None
@@ -95,9 +97,11 @@ class SplitLinear(SplitLayer):
         context: LayerContext,
         quantiser: Quantiser = quantise,
         residual: torch.Tensor | None = None,
+        columns_in_i: bool = False,
     ) -> torch.Tensor:
         """F on ``[tokens, in]``: the GEMM, and the lease in TRAIN. ``quantiser`` makes the FP8 input of ``x``; ``residual``
-        ``[tokens, out]`` is added before the rounding of an FP8 product."""
+        ``[tokens, out]`` is added before the rounding of an FP8 product. With ``columns_in_i`` x's transposed copy, unless it
+        has a place of its own, is made in I by the caller (:meth:`give_columns`)."""
         retains = context.training and self.weight.requires_grad
         if self.recipe is None or context.phase is Phase.CALIBRATE:
             if self.recipe is not None:
@@ -109,11 +113,11 @@ class SplitLinear(SplitLayer):
             return y if residual is None else y + residual
         scope = context.scope if context.training else None
         into = context.place_of(self.name, "input") if retains else None
-        q = self.recipe.operand(self.name, "input", x, scope, columns=retains, quantiser=quantiser, into=into)
+        columns = retains and not (columns_in_i and into is None)
+        q = self.recipe.operand(self.name, "input", x, scope, columns=columns, quantiser=quantiser, into=into)
         weight = self._cached("rows", context)
         assert q.rows is not None and weight.rows is not None
         if retains:
-            assert q.columns is not None
             context.active_scope().retain(self.name, WeightGradOperands(q.columns, q.scale_inv))
         return scaled_mm(
             q.rows, q.scale_inv, weight.rows, weight.scale_inv, x.dtype,
@@ -145,9 +149,21 @@ class SplitLinear(SplitLayer):
         return scaled_mm(q.rows, q.scale_inv, weight.columns, weight.scale_inv, dy.dtype, library=self.library)
 
     def _hand_over(self, context: LayerContext, **dy: Any) -> None:
+        operands = context.active_scope().input_grad_done(self.name)
+        self._handle(context).payload = replace(operands, **dy)
+
+    def _handle(self, context: LayerContext) -> WeightGradHandle:
         scope = context.active_scope()
-        operands = scope.input_grad_done(self.name)
-        scope.ledger.leases.handle(scope.chunk, scope.microbatch, self.name).payload = replace(operands, **dy)
+        return scope.ledger.leases.handle(scope.chunk, scope.microbatch, self.name)
+
+    def lacks_columns(self, context: LayerContext) -> bool:
+        """After :meth:`input_grad`: whether W still waits for x's transposed copy."""
+        return context.training and self.weight.requires_grad and self._handle(context).payload.x is None
+
+    def give_columns(self, context: LayerContext, columns: torch.Tensor) -> None:
+        """x's transposed copy ``[in, tokens]``, quantised with F's scale."""
+        handle = self._handle(context)
+        handle.payload = replace(handle.payload, x=columns)
 
     # ---- W -----------------------------------------------------------------------------------------------------
 
@@ -164,7 +180,7 @@ class SplitLinear(SplitLayer):
 
     def _accumulate(self, operands: WeightGradOperands, beta: int) -> None:
         out = self.grad_view()
-        assert operands.dy is not None
+        assert operands.x is not None and operands.dy is not None
         x, dy = operands.x, operands.dy
         if operands.x_scale_inv is None:
             accumulate_mm(out, dy, x, beta, library=self.library)

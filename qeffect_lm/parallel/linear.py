@@ -167,6 +167,7 @@ class RowParallelLinear(_ParallelLinear):
         context: LayerContext,
         quantiser: Quantiser = quantise,
         residual: torch.Tensor | None = None,
+        columns_in_i: bool = False,
     ) -> torch.Tensor:
-        y = self._reduced(super().product(x, context, quantiser))
+        y = self._reduced(super().product(x, context, quantiser, columns_in_i=columns_in_i))
         return y if residual is None else y.add_(residual)  # once, not on every rank

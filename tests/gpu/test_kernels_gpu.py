@@ -15,10 +15,12 @@ from tests.unit.layer_harness import random
 
 # The same checks as on CPU, there interpreted, here compiled.
 from tests.unit.test_kernels_fused import (  # noqa: F401
+    test_activation_for_w_is_made_in_i,
     test_attention_as_one_node_equals_its_parts,
     test_block_as_the_reference,
     test_evaluation_reads_and_leaves_nothing,
     test_fp8_operands_alone_leave_the_fused_layers,
+    test_frozen_half_of_an_mlp,
     test_residual_inside,
 )
 from tests.unit.test_kernels_layers import (  # noqa: F401
@@ -30,6 +32,7 @@ from tests.unit.test_kernels_layers import (  # noqa: F401
     test_rope,
     test_rope_backward_quantised_is_the_gather_then_quantised,
     test_swiglu,
+    test_swiglu_activation_again,
     test_swiglu_shows_non_finite_values,
 )
 from tests.unit.test_kernels_quantise import (  # noqa: F401

@@ -10,6 +10,7 @@ from qeffect_lm.contract.ledger import Scope
 from qeffect_lm.fp8.recipes import CurrentScaling, DelayedScaling
 from qeffect_lm.layers.base import Layer
 from qeffect_lm.layers.context import LayerContext, Phase
+from qeffect_lm.layers.linear import SplitLinear
 from tests.unit.interpreted import DEVICE, kernels_run, reference  # noqa: F401
 from tests.unit.layer_harness import Harness, Microbatch, random
 
@@ -153,6 +154,62 @@ def test_residual_inside(which):
         want = part.double() + residual
         bound = 2.0**-8 * (want.abs() * (1 + 2.0**-8) + part.double().abs()) * (1 + 2.0**-12)
         assert ((got.double() - want).abs() <= bound).all() and part.abs().max() > 0
+
+
+def test_activation_for_w_is_made_in_i(monkeypatch):
+    """Between F and I no transposed activation is kept; what I makes is what F would have kept, so every gradient has the same
+    bits, also where scales rolled in between."""
+
+    def gradients(roll: bool, early: bool) -> list[torch.Tensor]:
+        harness, data = harness_of(DelayedScaling()), batches(count=2)
+        calibrate(harness, data[:1])
+        down = harness.module.mlp.down
+        with monkeypatch.context() as patch:
+            if early:
+                product = SplitLinear.product
+                patch.setattr(SplitLinear, "product", lambda *a, columns_in_i=False, **k: product(*a, **k))
+            with harness.step():
+                first, second = (harness.microbatch(n, x, dy) for n, (x, dy) in enumerate(data))
+                for m in (first, second):
+                    harness.forward(m)
+                    payload = harness.ledger.leases.payloads(0, m.number)[down.name]
+                    assert (payload.x is None) is not early and payload.dy is None and payload.x_scale_inv is not None
+                if roll:
+                    harness.timeline.scale_of(f"{down.name}.input").mul_(0.5)
+                for m in (first, second):
+                    harness.input_grad(m)
+                    payload = harness.ledger.leases.payloads(0, m.number)[down.name]
+                    assert payload.x.shape == (48, TOKENS) and payload.dy is not None
+                for m in (first, second):
+                    harness.weight_grad(m)
+        return list(harness.grads.values())
+
+    for roll in (False, True):
+        for got, want in zip(gradients(roll, False), gradients(roll, True), strict=True):
+            assert got.abs().max() > 0 and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("frozen", ["gate_up", "down"])
+def test_frozen_half_of_an_mlp(frozen):
+    """G6: the other half's gradient is what it was; of a frozen ``down`` no transposed activation is made."""
+    results = []
+    for weights in ((), (frozen,)):
+        block = harness_of(DelayedScaling()).module
+        for name in weights:
+            getattr(block.mlp, name).weight.requires_grad_(False)
+        harness, data = harness_for(block), batches(count=1)
+        calibrate(harness, data)
+        with harness.step():
+            m = harness.microbatch(0, *data[0])
+            harness.forward(m)
+            harness.input_grad(m)
+            kept = harness.ledger.leases.payloads(0, 0)
+            harness.weight_grad(m)
+        results.append((harness.grads, {name for name in kept if ".mlp." in name}))
+    (grads, kept), (fewer, left) = results
+    other = block.mlp.down if frozen == "gate_up" else block.mlp.gate_up
+    assert len(kept) == 2 and left == {other.name} and len(fewer) == len(grads) - 1
+    assert all(torch.equal(grad, grads[name]) for name, grad in fewer.items())
 
 
 def test_fp8_operands_alone_leave_the_fused_layers(monkeypatch):

@@ -157,6 +157,32 @@ def test_swiglu(shape, seed):
     near_quantised(swiglu.backward_quantise(x, dy, outputs), dx, 900.0, E5M2, slot)
 
 
+@FEW
+@given(shape=st.tuples(st.integers(1, 140), st.integers(1, 140)), seed=st.integers(0, 99))
+def test_swiglu_activation_again(shape, seed):
+    """The backward kernel makes the transposed activation with the bytes that the forward kernel gave it, from F's own copy of
+    the scale, and d(gate_up) as without it. S5: the live scale moved on meanwhile."""
+    from qeffect_lm.kernels import swiglu
+    from qeffect_lm.kernels.quantise import Outputs
+
+    m, f = shape
+    x = random(m, 2 * f, seed=seed, dtype=torch.bfloat16, scale=4.0).to(DEVICE)
+    dy = random(m, f, seed=seed + 1, dtype=torch.bfloat16).to(DEVICE)
+    live, kept = scalar(20.0), scalar(0.0)
+    forward = swiglu.quantise(x, Outputs((m, f), live, E4M3, rows=True, columns=True, amax_out=None), kept)
+    live.fill_(3.0)
+    assert kept.item() == 20.0
+
+    def backward(activation):
+        outputs = Outputs((m, 2 * f), scalar(900.0), E5M2, rows=True, columns=True, amax_out=scalar(-1.0))
+        return swiglu.backward_quantise(x, dy, outputs, activation)
+
+    activation = swiglu.Activation.like(x, kept)
+    activation.columns.view(torch.uint8).fill_(0x55)
+    same(backward(activation), backward(None))
+    assert torch.equal(activation.columns.view(torch.uint8), forward.columns.view(torch.uint8))
+
+
 def test_swiglu_shows_non_finite_values():
     """An infinity or a NaN in gate, up or dY reaches the amax."""
     from qeffect_lm.kernels import swiglu

@@ -5,7 +5,8 @@ size, residuals, FP8 delayed scaling, FP32 main gradients accumulated by the pro
 
 te eager       Transformer Engine's modules, driven as its documentation says
 te graphs      the same through ``make_graphed_callables``: one graph pair for all microbatches, or one for each (``_order``)
-native, te     ours with either backend, eager and from graphs of F, I and W, in an order that is not last-in-first-out
+native, te     ours with either backend, eager, from graphs of F, I and W, and from one graph of all of them (as with
+               ``graphs.scope: step``), in an order that is not last-in-first-out
 
 A time is the median of synchronised rounds of all microbatches; the roll of the scales is in, the optimizer is not. GPU-busy
 time is the union of all kernels' intervals (torch.profiler). Memory is what torch's allocator holds at most for a row, weights
@@ -27,12 +28,16 @@ import torch
 from torch import nn
 
 from pipeline.actions import Action, Kind
+from pipeline.capture import preparing
 from pipeline.plan import Plan, make_plan
+from pipeline.program import COMPUTE
 from pipeline.schedules import Placement
 from qeffect_lm.app.assemble import Assembly, assemble
 from qeffect_lm.config import Config
 from qeffect_lm.contract.leases import Slot
 from qeffect_lm.data.loader import StepBatch
+from qeffect_lm.graphs.backend import Graph, GraphBackend
+from qeffect_lm.graphs.cuda_graphs import CudaGraphs
 from tools.benchmarks.weights import drawn_on_device
 
 SHAPES = ((1024, 512), (1024, 2048), (2048, 1024), (2048, 2048), (4096, 1024), (4096, 2048), (4096, 4096))
@@ -125,6 +130,14 @@ def ours(size: Size, backend: str) -> Iterator[tuple[str, Round, float]]:
     fill(assembly)
     yield f"{backend} graphs", round_of(assembly), seconds
     assembly.release()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    graph = one_graph(assembly)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    fill(assembly)
+    yield f"{backend} one graph", replaying(assembly, graph), seconds
+    graph.reset()
 
 
 def assembled(size: Size, backend: str) -> Assembly:
@@ -145,7 +158,23 @@ def round_of(assembly: Assembly, commit: bool = True) -> Round:
     """The middle chunk's F, I and W of every microbatch, and the commit; under the ledger. Without the commit, scales stay and
     every round gives the same bits."""
     engine, ledger = assembly.engine, assembly.ledger
-    stage, number = engine.stages[CHUNK], 0
+    work, number = work_of(assembly, commit), 0
+
+    def once() -> None:
+        nonlocal number
+        number += 1
+        ledger.begin_step(number)
+        with engine.computing():
+            work()
+        ledger.abandon_step()
+
+    return once
+
+
+def work_of(assembly: Assembly, commit: bool) -> Round:
+    """What :func:`round_of` launches, eagerly or from the graphs that the engine has by then."""
+    engine, ledger = assembly.engine, assembly.ledger
+    stage = engine.stages[CHUNK]
     actions = [a for a in engine.actions if a.is_compute and a.chunk == CHUNK]
     slots = engine.plan.slots[0]
 
@@ -163,21 +192,38 @@ def round_of(assembly: Assembly, commit: bool = True) -> Round:
             work: dict[Kind, Callable[..., None]] = {Kind.F: stage.forward, Kind.I: stage.input_grad, Kind.W: stage.weight_grad}
             work[action.kind](slot, scope)
 
+    def all_of_it() -> None:
+        for action in actions:
+            run(action)
+        if not commit:
+            pass
+        elif engine.captured is not None:
+            engine.captured.end["commit"].replay()
+        else:
+            with torch.no_grad():
+                engine.end.commit_()
+
+    return all_of_it
+
+
+def one_graph(assembly: Assembly, backend: GraphBackend | None = None, commit: bool = True) -> Graph:
+    """The same work as one graph; the ledger checks it while it is captured."""
+    engine, ledger = assembly.engine, assembly.ledger
+    if backend is None:
+        stream = engine.streams.real(COMPUTE)
+        assert stream is not None, "given a backend, or on a GPU"
+        backend = CudaGraphs(stream)
+    with preparing(engine, backend, assembly.register), ledger.recording(checked=True):
+        ledger.begin_step(-1)
+        return backend.capture("a round", work_of(assembly, commit), register=assembly.register)
+
+
+def replaying(assembly: Assembly, graph: Graph) -> Round:
+    """A round from its graph."""
+
     def once() -> None:
-        nonlocal number
-        number += 1
-        ledger.begin_step(number)
-        with engine.computing():
-            for action in actions:
-                run(action)
-            if not commit:
-                pass
-            elif engine.captured is not None:
-                engine.captured.end["commit"].replay()
-            else:
-                with torch.no_grad():
-                    engine.end.commit_()
-        ledger.abandon_step()
+        with assembly.engine.computing():
+            graph.replay()
 
     return once
 
