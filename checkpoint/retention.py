@@ -135,8 +135,19 @@ def temporaries(root: Path) -> list[Path]:
 
 
 def sweep(root: Path, ops: FileOps) -> None:
-    """Remove those leftovers; what cannot be removed is warned about and stays."""
-    _remove(temporaries(root), ops)
+    """Remove those leftovers; what cannot be removed is warned about and stays.
+
+    The rename that a removal begins with is made durable before its files go: were it lost in a power cut, and the
+    removal of some of them not, half a checkpoint would be back under its old name.
+    """
+    paths = temporaries(root)
+    try:
+        if any(path.name.startswith(DELETING) for path in paths):
+            ops.fsync_dir(root)
+    except OSError as error:
+        log.warning("cannot remove what was put aside in %s before its names are durable: %s", root, describe(error))
+        return
+    _remove(paths, ops)
 
 
 def retain(root: Path, keep: int, just_saved: Path, ops: FileOps) -> None:

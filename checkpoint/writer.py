@@ -8,6 +8,7 @@ success or failure, so that a rank that fails never leaves the others waiting.
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import logging
@@ -19,11 +20,12 @@ from typing import Any
 
 from torch import Tensor
 
+from checkpoint.assembly import Report, Written, assemble, check, description_of, owns, segments_of
 from checkpoint.comm import Communicator
 from checkpoint.fileops import FileOps, naming, remove_tree, write_file
 from checkpoint.layout import (
+    LATEST,
     MANIFEST,
-    Box,
     CheckpointError,
     describe,
     document_name,
@@ -31,21 +33,11 @@ from checkpoint.layout import (
     natural_key,
     step_name,
     temporary_name,
-    tiling_fault,
 )
-from checkpoint.manifest import (
-    FileEntry,
-    Manifest,
-    RankEntry,
-    SliceEntry,
-    TensorEntry,
-    incomplete_because,
-    library_versions,
-    plain_json,
-)
+from checkpoint.manifest import FileEntry, Manifest, RankEntry, incomplete_because, library_versions, plain_json
 from checkpoint.reader import Checkpoint
 from checkpoint.retention import newest_complete, retain, sweep, write_latest
-from checkpoint.shards import Segment, dtype_name, header, write_shard
+from checkpoint.shards import dtype_name, header, write_shard
 from qeffect_lm.state import LogicalTensor
 
 log = logging.getLogger(__name__)
@@ -133,31 +125,6 @@ def rewrite_checkpoint(
 
 
 @dataclass(frozen=True)
-class _Written:
-    """One slice as its writer reports it, with what it believes about the logical tensor."""
-
-    name: str
-    description: dict[str, Any]
-    part: dict[str, Any]
-
-    @property
-    def box(self) -> Box:
-        return Box(self.part["start"], self.part["shape"])
-
-
-@dataclass(frozen=True)
-class _Report:
-    """What a rank tells rank 0 after its shard is on disk; plain data, so that it travels by any means."""
-
-    rank: int
-    coords: dict[str, int]
-    meta: dict[str, Any]
-    files: list[tuple[str, int, str]]
-    written: list[_Written]
-    held: dict[str, dict[str, Any]]  # tensors this rank left to another, and its description of them
-
-
-@dataclass(frozen=True)
 class _Outcome:
     """The result of a piece of work, or why it failed."""
 
@@ -199,10 +166,7 @@ class _Save:
         """Rank 0: make the temporary directory, after clearing what dead saves left behind."""
         if self.step < 0 or keep < 0:
             raise CheckpointError(f"step {self.step} and keep {keep} must not be negative")
-        if not self.root.is_dir():
-            with naming("create", self.root):
-                self.ops.mkdir(self.root, parents=True)
-                self.ops.fsync_dir(self.root.parent)
+        self._make_root()
         if self.final.exists() and incomplete_because(self.final) is None:
             raise CheckpointError(
                 f"{self.final} exists already and is complete; a checkpoint is never overwritten. "
@@ -212,6 +176,22 @@ class _Save:
         with naming("create", self.temporary):
             self.ops.mkdir(self.temporary)
 
+    def _make_root(self) -> None:
+        """The folder, and before its first commit the durable name of every folder above it, whoever made them."""
+        if not self.root.is_dir():
+            with naming("create", self.root):
+                for path in reversed([self.root, *self.root.parents]):
+                    if not path.is_dir():
+                        self.ops.mkdir(path, parents=True)
+        if (self.root / LATEST).exists():
+            return
+        for path in self.root.resolve().parents:
+            try:
+                self.ops.fsync_dir(path)
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):  # then the name in it is not a run's
+                    raise CheckpointError(f"cannot sync {path}: {describe(error)}") from error
+
     def write_own(
         self,
         tensors: Sequence[LogicalTensor],
@@ -219,22 +199,22 @@ class _Save:
         coords: dict[str, int],
         meta: dict[str, Any],
         documents: Mapping[str, str],
-    ) -> _Report:
+    ) -> Report:
         """Every rank: write this rank's shard (none when it owns nothing) and its documents, and say what is in them."""
         meta = plain_json(meta, "rank_meta")
         own, held = [], {}
         for item in tensors:
-            _check(item)
-            if _owns(item, coords):
+            check(item)
+            if owns(item, coords):
                 own.append(item)
             else:
-                held[item.name] = _description(item)
+                held[item.name] = description_of(item)
         own.sort(key=lambda item: (-item.tensor.element_size(), natural_key(item.name), item.start))
         file_name = f"rank{rank:05d}.safetensors"
-        segments = _segments(own)
+        segments = segments_of(own)
         files = [(name, *self._write_document(name, text)) for name, text in documents.items()]
         if not own:
-            return _Report(rank, dict(coords), meta, files, [], held)
+            return Report(rank, dict(coords), meta, files, [], held)
         data = [item.tensor for item in own]
         size, sha256, digests = write_shard(self.ops, self.temporary / file_name, segments, data)
         offset = len(header(segments))
@@ -248,8 +228,8 @@ class _Save:
                 "offset": offset + segment.begin,
                 "sha256": digest,
             }
-            written.append(_Written(item.name, _description(item), part))
-        return _Report(rank, dict(coords), meta, [(file_name, size, sha256), *files], written, held)
+            written.append(Written(item.name, description_of(item), part))
+        return Report(rank, dict(coords), meta, [(file_name, size, sha256), *files], written, held)
 
     def _write_document(self, name: str, text: str) -> tuple[int, str]:
         """Returns the file's size and SHA-256. Equal texts give equal files: gzip's time stamp is left out."""
@@ -258,7 +238,7 @@ class _Save:
         return len(content), hashlib.sha256(content).hexdigest()
 
     def commit(
-        self, reports: list[_Report], meta: dict[str, Any], ranks: tuple[RankEntry, ...] | None = None
+        self, reports: list[Report], meta: dict[str, Any], ranks: tuple[RankEntry, ...] | None = None
     ) -> None:
         """Rank 0: check that the slices are the whole state, seal them with the manifest, publish the
         directory.
@@ -273,7 +253,7 @@ class _Save:
             ranks=ranks or tuple(RankEntry(rank=r.rank, coords=r.coords, meta=r.meta) for r in reports),
             versions=library_versions(),
             files={name: FileEntry(size=size, sha256=sha) for name, (size, sha) in files.items()},
-            tensors=_assemble(reports),
+            tensors=assemble(reports),
         )
         write_file(self.ops, self.temporary / MANIFEST, manifest.to_bytes())
         with naming("sync", self.temporary):
@@ -298,6 +278,8 @@ class _Save:
                 remove_tree(self.ops, self.temporary)
             except OSError as error:
                 log.warning("cannot remove %s, remove it by hand: %s", self.temporary, describe(error))
+        if not self.root.is_dir():
+            return _Verdict(failures, f"{self.root} itself is not there: has its file system gone?")
         try:
             previous = newest_complete(self.root)
         except CheckpointError:  # an unreadable folder is the failure itself, nothing was changed in it
@@ -333,89 +315,3 @@ class _Save:
         log.warning("moving the incomplete checkpoint %s aside to %s", self.final, aside.name)
         with naming("move aside", self.final):
             self.ops.rename(self.final, aside)
-
-
-def _owns(item: LogicalTensor, coords: Mapping[str, int]) -> bool:
-    return item.per_rank or all(coords.get(axis, 0) == 0 for axis in item.replicated)
-
-
-def _check(item: LogicalTensor) -> None:
-    dtype_name(item.tensor.dtype)
-    ranks = {len(item.global_shape), len(item.start), len(item.axes), item.tensor.dim()}
-    if len(ranks) != 1:
-        raise CheckpointError(f"tensor {item.name!r}: shape, start, axes and storage differ in dimensions")
-    box = Box(tuple(item.start), tuple(item.tensor.shape))
-    if not box.fits(item.global_shape):
-        raise CheckpointError(
-            f"tensor {item.name!r}: its piece {box} does not fit into the shape {list(item.global_shape)}"
-        )
-
-
-def _description(item: LogicalTensor) -> dict[str, Any]:
-    return {
-        "shape": tuple(item.global_shape),
-        "dtype": dtype_name(item.tensor.dtype),
-        "role": item.role.value,
-        "axes": tuple(item.axes),
-        "per_rank": item.per_rank,
-    }
-
-
-def _segments(own: Sequence[LogicalTensor]) -> list[Segment]:
-    """Keys and places in the data part; a second piece of one logical tensor gets a numbered key."""
-    segments: list[Segment] = []
-    keys = {"__metadata__"}
-    begin = 0
-    for item in own:
-        key, number = item.name, 1
-        while key in keys:
-            key, number = f"{item.name}#{number}", number + 1
-        keys.add(key)
-        dtype = dtype_name(item.tensor.dtype)
-        segments.append(Segment(key, dtype, tuple(item.tensor.shape), begin))
-        begin += segments[-1].nbytes
-    return segments
-
-
-def _assemble(reports: Sequence[_Report]) -> dict[str, TensorEntry]:
-    """The logical tensors out of all ranks' slices. Raises :class:`CheckpointError` unless each is tiled
-    once.
-    """
-    found: dict[str, list[tuple[int, _Written]]] = {}
-    for report in reports:
-        for written in report.written:
-            found.setdefault(written.name, []).append((report.rank, written))
-    entries = {}
-    for name in sorted(found, key=natural_key):
-        slices = found[name]
-        description = slices[0][1].description
-        for rank, written in slices:
-            _agree(name, slices[0][0], description, rank, written.description)
-        labels = [f"rank {rank}'s slice" for rank, _ in slices]
-        fault = tiling_fault(description["shape"], [written.box for _, written in slices], labels)
-        if fault:
-            raise CheckpointError(f"tensor {name!r} is not written exactly once: {fault}")
-        parts = [SliceEntry(**written.part) for _, written in slices]
-        entries[name] = TensorEntry(**description, slices=tuple(_with_elements(parts)))
-    for report in reports:
-        for name, description in report.held.items():
-            if name not in found:
-                raise CheckpointError(
-                    f"tensor {name!r} is held by rank {report.rank} as a replica, but no rank owns it"
-                )
-            _agree(name, found[name][0][0], found[name][0][1].description, report.rank, description)
-    return entries
-
-
-def _agree(name: str, rank: int, first: Mapping[str, Any], other_rank: int, other: Mapping[str, Any]) -> None:
-    for key, value in first.items():
-        if other[key] != value:
-            raise CheckpointError(
-                f"tensor {name!r}: {key} is {value!r} on rank {rank} and {other[key]!r} on rank {other_rank}"
-            )
-
-
-def _with_elements(parts: list[SliceEntry]) -> list[SliceEntry]:
-    """Pieces without elements say nothing, except that one of them keeps an empty tensor known."""
-    solid = sorted((part for part in parts if part.box.volume), key=lambda part: part.start)
-    return solid or parts[:1]
