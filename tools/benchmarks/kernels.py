@@ -134,12 +134,13 @@ def quantising(bench: Bench) -> None:
         return lambda: norm.quantise(x, weight, norm.inverse_rms(x, 1e-5), places)
 
     def activation() -> Callable[[], object]:
-        x, places = new(m, 2 * f), outputs(m, f)
+        x, places = new(m, 2 * f), outputs(m, f, columns=False)
         return lambda: swiglu.quantise(x, places)
 
     def activation_back() -> Callable[[], object]:
         x, dy, places = new(m, 2 * f), new(m, f), outputs(m, 2 * f, E5M2)
-        return lambda: swiglu.backward_quantise(x, dy, places)
+        beside = swiglu.Activation.like(x, scalar(1.0))
+        return lambda: swiglu.backward_quantise(x, dy, places, beside)
 
     def refresh() -> Callable[[], object]:
         weights = []
@@ -160,8 +161,8 @@ def quantising(bench: Bench) -> None:
     bench.moved("quantise, both layouts", 4 * m * h, lambda: plain(True))
     bench.moved("quantise, rows", 3 * m * h, lambda: plain(False))
     bench.moved("norm + quantise", 4 * m * h, normed)
-    bench.moved("swiglu + quantise", 6 * m * f, activation)
-    bench.moved("swiglu back + quantise", 10 * m * f, activation_back)
+    bench.moved("swiglu + quantise, rows", 5 * m * f, activation)
+    bench.moved("swiglu back + quantise", 11 * m * f, activation_back)
     if bench.tokens == TOKENS[0]:
         bench.moved("weights of a layer", 6 * (4 * h * h + 3 * h * f), refresh)
 
