@@ -164,16 +164,18 @@ def layers(arguments: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise UsageError("the layers are measured on a GPU, and torch sees none here")
     sizes = [benchmark.Size(*shape) for shape in shapes(arguments, benchmark.SHAPES)]
-    rows = benchmark.measure(sizes, arguments.steps, lambda text: print(text, flush=True))
-    command = " ".join(["python -m tools.bench layers", *([f"--shapes {arguments.shapes}"] if arguments.shapes else [])])
+    command = f"python -m tools.bench {' '.join(sys.argv[1:])}"
+    rows: list[dict[str, Any]] = []
     report = {
         **header("layers", command, torch.cuda.get_device_name()),
         "layers": benchmark.LAYERS,
         "microbatches": benchmark.MICROBATCHES,
         "rows": rows,
     }
+    for size in sizes:
+        rows += benchmark.measure([size], arguments.steps, lambda text: print(text, flush=True))
+        write(report, arguments.json)  # kept after each size, should the run be cut off
     print("\n" + benchmark.table(rows))
-    write(report, arguments.json)
     return 1 if any("error" in row for row in rows) else 0
 
 
