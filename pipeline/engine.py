@@ -25,11 +25,11 @@ import torch
 from pipeline.actions import Action, Kind
 from pipeline.batch import StepBuffers, StepInput
 from pipeline.captured import Captured, poison_, released_by
-from pipeline.effects import effects_of, last_writers
+from pipeline.effects import SAVED_STATE, effects_of, last_writers
 from pipeline.epochs import check_commits, commits_before
 from pipeline.p2p import Pending, Transport
 from pipeline.plan import GraphKey, Plan
-from pipeline.program import COLLECTIVE, COMPUTE
+from pipeline.program import COLLECTIVE, COMPUTE, SAVING
 from pipeline.stage import MicrobatchSlot, Stage
 from pipeline.step_end import StepEnd, StepResult
 from qeffect_lm.contract.errors import StaleWeightError
@@ -215,6 +215,17 @@ class Engine:
                 yield
         finally:
             caller.wait_stream(real)
+
+    @contextmanager
+    def copying_state(self) -> Iterator[None]:
+        """Between steps: work that reads the saved state, on a stream of its own, after all work so far and before what
+        any step launches next."""
+        compute = self.compute_stream()
+        self._edge(compute, SAVING)
+        self.ledger.launch(SAVING, SAVED_STATE, "the copy for a checkpoint")
+        with self.streams.current(SAVING):
+            yield
+        self._edge(SAVING, compute)
 
     @contextmanager
     def rehearsal(self, across: Callable[[Callable[[], object]], object]) -> Iterator[None]:

@@ -32,7 +32,7 @@ from pipeline.schedules import Placement
 from qeffect_lm.contract.errors import PlanError
 
 FORMAT = 1
-COMPUTE, COLLECTIVE = "compute", "collective"
+COMPUTE, COLLECTIVE, SAVING = "compute", "collective", "saving"
 BEGIN, LAUNCH, RECORD, WAIT, COMPLETE, END = KINDS = ("begin", "launch", "record", "wait", "complete", "end")
 ACCESSES = ("read", "write", "max_merge")
 

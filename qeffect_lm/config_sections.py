@@ -445,6 +445,12 @@ class CheckpointConfig(Section):
         0, "Save this often; 0: at the end or when stopped only.", on_resume="free", unit="steps", ge=0
     )
     keep: int = _key(3, "Newest checkpoints kept; 0: all.", on_resume="free", unit="checkpoints", ge=0)
+    async_save: bool = _key(
+        False,
+        "Copy the state to host memory and write it while training goes on: the loop waits for the copy alone. Takes as much "
+        "host memory as a rank's state. A save that fails ends the run at the next step (docs/checkpoints.md).",
+        on_resume="free",
+    )
     resume: str = _key(
         "auto",
         "auto: from the newest complete checkpoint, or fresh where the folder is empty. never: fresh. "

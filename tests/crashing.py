@@ -238,9 +238,12 @@ def state(rank: int, step: int) -> list[LogicalTensor]:
     ]
 
 
-def save_step(root: Path, step: int, comm: Any, keep: int, ops: FileOps | None = None) -> Path:
-    """Save :func:`state`, with a document of each rank."""
+def save_step(
+    root: Path, step: int, comm: Any, keep: int, ops: FileOps | None = None, tensors: list[LogicalTensor] | None = None
+) -> Path:
+    """Save :func:`state`, or ``tensors``, with a document of each rank."""
+    tensors = state(comm.rank, step) if tensors is None else tensors
     return save_checkpoint(
-        root, step, state(comm.rank, step), {"step": step}, comm, {"pp": comm.rank}, keep,
+        root, step, tensors, {"step": step}, comm, {"pp": comm.rank}, keep,
         documents={"graphs": f"of rank {comm.rank} at {step}"}, ops=ops,
     )  # fmt: skip

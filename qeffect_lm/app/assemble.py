@@ -7,7 +7,7 @@ The training run (:mod:`qeffect_lm.app.run`) and the tools drive them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from models.spec import ParameterSpec
 from pipeline.batch import StepBuffers
 from pipeline.calibrate import calibrate
 from pipeline.capture import capture, capture_step
+from pipeline.captured import Captured
 from pipeline.engine import Engine
 from pipeline.evaluate import Evaluator
 from pipeline.fingerprint import document
@@ -81,6 +82,7 @@ class Assembly:
     transport: Transport | None
     trace: TraceWriter | None
     gate: SpikeGate | None
+    _document: tuple[Captured | None, list[str]] | None = field(default=None, init=False, repr=False)
 
     def logical_tensors(self) -> list[LogicalTensor]:
         """Everything a checkpoint saves of this rank, except generators."""
@@ -145,12 +147,15 @@ class Assembly:
             self.engine.watchdog = None
         if self.engine.captured is not None:
             self.engine.captured.release()
-            self.engine.captured = None
+            self.engine.captured = self._document = None
 
     def graph_document(self) -> list[str]:
         """What a re-capture must reproduce, as lines (:mod:`pipeline.fingerprint`); in eager the plan alone."""
         captured = self.engine.captured
-        return self.plan.text().splitlines() if captured is None else document(self.plan, self.engine.rank, captured)
+        if self._document is None or self._document[0] is not captured:  # made once: every save asks for it
+            lines = self.plan.text().splitlines() if captured is None else document(self.plan, self.engine.rank, captured)
+            self._document = captured, lines
+        return self._document[1]
 
     def graph_fingerprint(self) -> str:
         """SHA-256 of the document."""

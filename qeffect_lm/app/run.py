@@ -6,7 +6,7 @@ import resource
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpoint import Checkpoint, GroupCommunicator, SingleProcess, save_checkpoint
+from checkpoint import Checkpoint, CheckpointError, GroupCommunicator, SingleProcess
 from checkpoint.comm import Communicator
-from checkpoint.resume import GRAPHS, check_replicas, contract_meta, saved_state
 from pipeline.measure import Meter, latency
 from qeffect_lm import __version__
 from qeffect_lm.app.assemble import Assembly, assemble, check_supported, device_of
 from qeffect_lm.app.auto_plan import agree_on_plan, choose_plan
 from qeffect_lm.app.resuming import branch_of, check_config, find_checkpoint, plan_of, restore_run
+from qeffect_lm.app.saving import Saver
 from qeffect_lm.app.sources import check_tokenizer, check_tokens, held_out_batch, make_loader, open_dataset
 from qeffect_lm.config import Config
 from qeffect_lm.contract.timeline import Direction
@@ -35,6 +35,8 @@ from qeffect_lm.runtime.metrics import MetricsWriter, StepMetrics, Value
 from qeffect_lm.runtime.progress import Progress
 from qeffect_lm.runtime.rng import seed_generators
 from qeffect_lm.runtime.wandb_logger import WandbLogger
+
+SAVE_FAILED = 4  # in the agreement on going on: more than any reason to stop
 
 
 @dataclass
@@ -54,6 +56,7 @@ class Run:
     dataset_hash: str = ""
     branch: str | None = None
     meter: Meter | None = None
+    saver: Saver = field(init=False)  # once the run is about to begin
 
     @property
     def leads(self) -> bool:
@@ -78,10 +81,13 @@ class Run:
         return timeline.epochs[Direction.FORWARD] if self.config.precision.fp8.recipe == "delayed" else None
 
     def watch(self) -> Callable[[], dict[str, Value]]:
-        """Watch the next step; what it returns measures it against the plan, collective over the pipeline.
+        """Watch the next step; what it returns measures it against the plan, collective over the pipeline, and has the news of
+        saves."""
+        measured = self._measure()
+        return lambda: {**measured(), **self.saver.news()}
 
-        The graph of a whole step measures nothing unless ``graphs.timed`` has it record times.
-        """
+    def _measure(self) -> Callable[[], dict[str, Value]]:
+        """The graph of a whole step measures nothing unless ``graphs.timed`` has it record times."""
         captured = self.assembly.engine.captured
         if captured is not None and captured.step is not None and not captured.step.marks:
             return dict
@@ -94,23 +100,10 @@ class Run:
         meter, watch = self.meter, self.meter.start()
         return lambda: dict(meter.report(watch))
 
-    def save(self, step: int, tokens: int) -> Path:
-        """Write ``step_<step>``; collective. A failure leaves the previous checkpoint and raises."""
-        self.assembly.register.check_addresses()
-        self.assembly.require_caches("the checkpoint")
-        check_replicas(self.assembly.logical_tensors(), self.comm, self.mesh)
-        contract = contract_meta(self.assembly, self.comm)
-        meta = {} if contract is None else self._meta(step, tokens, contract)
-        return save_checkpoint(
-            self.config.checkpoint_dir(),
-            step,
-            saved_state(self.assembly, self.mesh.coords),
-            meta,
-            self.comm,
-            self.mesh.coords,
-            keep=self.config.checkpoint.keep,
-            documents={GRAPHS: "\n".join(self.assembly.graph_document())},
-        )
+    def save(self, step: int, tokens: int) -> None:
+        """Write ``step_<step>``, or begin to; collective. A failure leaves the previous checkpoint and raises."""
+        settle = nothing if self.wandb is None else self.wandb.settle
+        self.saver.save(step, lambda contract: self._meta(step, tokens, contract), settle)
 
     def _meta(self, step: int, tokens: int, contract: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -125,7 +118,7 @@ class Run:
             "plan": self.assembly.plan.to_json(),
             "plan_fingerprint": self.assembly.plan.fingerprint(),
             "branch": self.branch,
-            "wandb": None if self.wandb is None else self.wandb.state(),
+            "wandb": None if self.wandb is None else self.wandb.state(wait=False),
             **contract,
         }
 
@@ -228,6 +221,8 @@ def _drive(
 ) -> Outcome:
     """Open the sinks, run the loop, close them."""
     config = run.config
+    run.saver = Saver(config, run.assembly, run.mesh, run.comm, run.leads)
+    stack.callback(run.saver.close)
     sinks: list[Callable[[StepMetrics], None]] = []
     if run.leads:
         resume_step = None if checkpoint is None else run.start
@@ -249,6 +244,7 @@ def _drive(
         stack.callback(run.wandb.finish)
         progress = stack.enter_context(Progress(config.train.steps, run.start, mode=config.logging.progress))
         sinks = [writer.write, run.wandb.log, progress.update]
+        run.saver.say = progress.message
     if run.start == 0 and config.train.eval_every:
         before = run.evaluate()
         if before is not None and run.leads:
@@ -264,19 +260,24 @@ def _drive(
         evaluate=run.evaluate,
         save=run.save,
         epoch=run.epoch,
-        stop=_stopper(config, signals, run.env),
+        stop=_stopper(config, signals, run.env, run.saver),
         report=lambda metrics: [sink(metrics) for sink in sinks],
         watch=run.watch,
     )
     try:
-        return train(config, parts, run.start, run.tokens)
+        outcome = train(config, parts, run.start, run.tokens)
+        run.saver.finish()
+        return outcome
     finally:
         if run.leads:
             progress.close()
 
 
-def _stopper(config: Config, signals: StopSignals, env: LaunchEnv) -> Callable[[], str | None]:
-    """Why to stop, agreed by all ranks: a signal to any of them, or the time limit of any of them."""
+def _stopper(config: Config, signals: StopSignals, env: LaunchEnv, saver: Saver) -> Callable[[], str | None]:
+    """Why to stop, agreed by all ranks: a signal to any of them, or the time limit of any of them.
+
+    Where a save in the background failed on any of them, all raise its error instead.
+    """
     began = time.monotonic()
     limit = config.train.max_minutes
     others = [rank for rank in range(env.world) if rank != env.rank]
@@ -288,11 +289,16 @@ def _stopper(config: Config, signals: StopSignals, env: LaunchEnv) -> Callable[[
             code = 1
         if signals.requested is not None:
             code = 3 if signals.requested == "SIGUSR1" else 2
+        if saver.failed:
+            code = SAVE_FAILED
         if env.world > 1:
             agreed = torch.tensor(code)
             with naming(others, "the agreement on going on"):
                 dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
             code = int(agreed)
+        if code == SAVE_FAILED:
+            saver.finish()
+            raise CheckpointError("a save in the background failed on another rank; the checkpoint before it survives")
         return reasons[code] if code else None
 
     return stop
@@ -323,6 +329,10 @@ def _save_config(config: Config, start: int) -> None:
     if path.exists() and path.read_text() != text and start:
         path = folder / f"config.resumed-at-{start}.yaml"
     path.write_text(text)
+
+
+def nothing() -> None:
+    """There is nothing to wait for."""
 
 
 def _leave_group() -> None:

@@ -14,7 +14,7 @@ What a resume does:
 * When the mode changed in between, a new run in the same group begins.
 
 The client buffers rows for up to 15 seconds and loses them when the process is killed; here they are written
-out every 50 ms, and :meth:`WandbLogger.state`, called for every checkpoint, waits until they are in the file:
+out every 50 ms, and :meth:`WandbLogger.settle`, called for every checkpoint, waits until they are in the file:
 what a resumed run will not log again is on disk before the checkpoint says so.
 
 The client is configured through its settings only. In offline mode it contacts nobody; left to itself,
@@ -83,6 +83,7 @@ class WandbLogger:
         self._file: Path | None = None
         self._last_log: float | None = None
         self._settled_size = 0
+        self._settled_log: float | None = None  # when the last row was logged that is known to be in the file
         self._state: dict[str, Any] | None = self._resumed
         client = _import_client(notice) if mode != "disabled" else None
         if client is None:
@@ -118,14 +119,20 @@ class WandbLogger:
         assert self._state is not None
         self._state["last_step"] = metrics.step
 
-    def state(self) -> dict[str, Any] | None:
+    def state(self, wait: bool = True) -> dict[str, Any] | None:
         """What a checkpoint's manifest records: ``run_id``, ``group``, ``segment``, ``last_step``, ``mode``.
 
-        Where wandb is disabled, what the resumed checkpoint recorded (or None), so that it is not forgotten.
+        Where wandb is disabled, what the resumed checkpoint recorded (or None), so that it is not forgotten. Who does not
+        ``wait`` here has to call :meth:`settle` before the checkpoint is committed.
         """
+        if wait:
+            self.settle()
+        return dict(self._state) if self._state is not None else None
+
+    def settle(self) -> None:
+        """Wait until the rows logged so far are in the run's file, at most :data:`SETTLE_SECONDS`; any thread may call it."""
         if self._run is not None:
             self._settle()
-        return dict(self._state) if self._state is not None else None
 
     def finish(self, exit_code: int = 0) -> None:
         """End the run (not zero: shown as failed) and write everything out; twice is fine."""
@@ -195,9 +202,10 @@ class WandbLogger:
 
     def _settle(self) -> None:
         """Wait until the rows logged so far have reached the file: it has grown, and no longer grows."""
-        if self._last_log is None or self._file is None:
+        last = self._last_log
+        if last is None or last == self._settled_log or self._file is None:
             return
-        time.sleep(max(0.0, self._last_log + FLUSH_SECONDS - time.monotonic()))
+        time.sleep(max(0.0, last + FLUSH_SECONDS - time.monotonic()))
         deadline, before = time.monotonic() + SETTLE_SECONDS, -1
         while time.monotonic() < deadline:
             size = self._file.stat().st_size if self._file.exists() else 0
@@ -205,7 +213,7 @@ class WandbLogger:
                 break
             before = size
             time.sleep(FLUSH_SECONDS)
-        self._settled_size, self._last_log = before, None
+        self._settled_size, self._settled_log = before, last
 
     @staticmethod
     def _next_segment(previous: Mapping[str, Any], base: str, directory: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -20,6 +21,7 @@ from tools.common import free_port
 # Processes of which each is forked from one that has torch imported and nothing else begun.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.dist.test_crash_runs", "qeffect_lm.app.run"])
+ASYNC = "checkpoint.async_save=true"
 STEPS, EVERY, SAVE = 8, 2, 4  # the save of step 4 is the one that the runs die in
 
 
@@ -44,44 +46,49 @@ def trace(folder: Path) -> list[Operation]:
     return recorder.trace[begins[-1] :]
 
 
-class Dying:
-    """Kills its process before the operation ``at`` (counted from 0) of the save of step 4."""
+class Faulty:
+    """Before the operation ``at`` (counted from 0) of the save of step 4 the process is killed, or with ``full`` the disk is
+    full."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, full: bool) -> None:
         self._left: int | None = None
-        self._at = at
+        self._at, self._full = at, full
         self.ops = Watched(self._before)
 
     def _before(self, _: int, operation: Operation) -> None:
         if self._left is None and step_name(SAVE) in str(operation.path):
             self._left = self._at
+        if self._left == 0 and self._full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if self._left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         if self._left is not None:
             self._left -= 1
 
 
-def one_rank(rank: int, world: int, port: int, argv: list[str], output: str, at: int | None) -> None:
-    """``train.py`` in a process of its own; ``at`` is the operation before which this rank dies."""
+def one_rank(rank: int, world: int, port: int, argv: list[str], output: str, at: int | None, full: bool) -> None:
+    """``train.py`` in a process of its own; ``at`` is the operation before which this rank dies, or finds its disk full."""
     log = open(output, "w")  # noqa: SIM115 (the process's output until it ends)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     if at is not None:
-        dying = Dying(at)
-        writer.FileOps = lambda: dying.ops  # type: ignore[misc, assignment]
+        faulty = Faulty(at, full)
+        writer.FileOps = lambda: faulty.ops  # type: ignore[misc, assignment]
     if world > 1:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     main.leave(main.main(argv, os.environ), os.environ)
 
 
-def launch(folder: Path, name: str, world: int, victim: int, at: int | None, *more: str) -> tuple[list[int], str]:
-    """Exit codes (negative: the signal) and output of a run whose rank ``victim`` dies."""
+def launch(
+    folder: Path, name: str, world: int, victim: int, at: int | None, *more: str, full: bool = False
+) -> tuple[list[int], str]:
+    """Exit codes (negative: the signal) and output of a run whose rank ``victim`` dies, or finds its disk full."""
     argv = [str(folder / "tiny.yaml"), *overrides(folder, name, *more)]
     port = free_port()
     outputs = [folder / f"{name}-{rank}.log" for rank in range(world)]
     ranks = [
-        FORKS.Process(target=one_rank, args=(rank, world, port, argv, str(outputs[rank]), at if rank == victim else None))
+        FORKS.Process(target=one_rank, args=(rank, world, port, argv, str(outputs[rank]), at if rank == victim else None, full))
         for rank in range(world)
     ]
     for one in ranks:
@@ -111,32 +118,54 @@ def dies_and_goes_on(folder: Path, trace: list[Operation], at: int, *more: str) 
     assert assert_same_run(folder, "whole", name) > 100
 
 
-def test_killed_before_the_rename(folder: Path, trace: list[Operation]) -> None:
-    dies_and_goes_on(folder, trace, place(trace, lambda one: one.name == "rename"))
+def test_killed_before_the_rename_while_training_goes_on(folder: Path, trace: list[Operation]) -> None:
+    """In the background, that is; ``whole`` saved synchronously, and they are equal."""
+    dies_and_goes_on(folder, trace, place(trace, lambda one: one.name == "rename"), ASYNC)
 
 
 @pytest.mark.long
-def test_killed_before_every_operation(folder: Path, trace: list[Operation]) -> None:
+@pytest.mark.parametrize("more", [[], [ASYNC]], ids=["at once", "in the background"])
+def test_killed_before_every_operation(folder: Path, trace: list[Operation], more: list[str]) -> None:
     """Every one of them but the writes that follow a write."""
     for at, one in enumerate(trace):
         if one.name != "write" or trace[at - 1].name != "write":
-            dies_and_goes_on(folder, trace, at)
+            dies_and_goes_on(folder, trace, at, *more)
+
+
+def test_two_stages_whose_disk_gets_full_in_the_background(folder: Path) -> None:
+    """Of one of them: both end at the same step with its message, and what they go on from is whole."""
+    codes, output = launch(folder, "full", 2, 1, 1, "parallel.pp=2", ASYNC, full=True)
+    assert codes == [1, 1], output
+    said = [line for line in output.splitlines() if line.startswith("error (rank")]
+    assert len(said) == 2 and all("step 4 was not saved: rank 1: cannot write" in line and "ENOSPC" in line for line in said)
+    newest = find_resumable(folder / "full" / "checkpoints")
+    assert newest is not None and newest.name == step_name(SAVE - EVERY)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("victim", [0, 1])
-def test_one_of_two_stages_is_killed(folder: Path, victim: int, trace: list[Operation]) -> None:
+@pytest.mark.parametrize("layout", ["pp", "dp"])
+def test_two_ranks_save_the_same_in_the_background(folder: Path, layout: str) -> None:
+    """Replicas are compared there too."""
+    for name, more in ((f"{layout}-at-once", []), (f"{layout}-background", [ASYNC])):
+        codes, output = launch(folder, name, 2, 0, None, f"parallel.{layout}=2", *more)
+        assert codes == [0, 0], output
+    assert assert_same_run(folder, f"{layout}-at-once", f"{layout}-background") > 100
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("victim", "more"), [(0, []), (1, []), (0, [ASYNC]), (1, [ASYNC])])
+def test_one_of_two_stages_is_killed(folder: Path, victim: int, more: list[str]) -> None:
     """Over gloo, in each stage of a save: the other one ends too and says that it lost a peer; both go on when started again."""
     kinds = [("mkdir", ".tmp-"), ("write", ".safetensors"), ("fsync", ".safetensors")]
     if victim == 0:
         kinds += [("create", "manifest.json"), ("rename", ".tmp-step"), ("create", ".tmp-latest"), ("unlink", "manifest.json")]
     for number, (kind, what) in enumerate(kinds[victim:]):
-        name = f"stages-{victim}-{number}"
+        name = f"stages-{victim}-{number}-{len(more)}"
         at = _operation_of(folder, victim, kind, what)
-        codes, output = launch(folder, name, 2, victim, at, "parallel.pp=2")
+        codes, output = launch(folder, name, 2, victim, at, "parallel.pp=2", *more)
         assert codes[victim] == -signal.SIGKILL, output
         assert codes[1 - victim] == 1 and "was lost" in output, output
-        codes, output = launch(folder, name, 2, victim, None, "parallel.pp=2")
+        codes, output = launch(folder, name, 2, victim, None, "parallel.pp=2", *more)
         assert codes == [0, 0], output
         assert_same_run(folder, "whole", name, same_layout=False)
 

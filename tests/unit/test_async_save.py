@@ -1,0 +1,221 @@
+"""Saves in the background: what is copied, in which order things are told, one at a time, and how failures come back."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint import CheckpointError, SingleProcess, find_resumable, open_checkpoint, save_checkpoint, scan, verify_checkpoint
+from checkpoint.background import AsyncSaver, SaveEvent
+from checkpoint.shards import DTYPE_TAGS, host_bytes, torch_dtype
+from checkpoint.staging import ALIGNMENT, Staging
+from qeffect_lm.contract.errors import StreamOrderError
+from qeffect_lm.state import LogicalTensor, Role
+from tests.checkpoint_support import ScriptedOps, on_ranks, whole
+from tests.crashing import save_step, state
+from tests.unit.engine_support import make, step
+from tests.unit.test_engine_streams import drop_edges
+
+
+def writer(root: Path, number: int, **kwargs: Any) -> Any:
+    """What writes the copies of step ``number``."""
+    return lambda tensors: save_checkpoint(root, number, tensors, {}, SingleProcess(), {}, **kwargs)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return bytes(host_bytes(tensor))
+
+
+def test_the_source_may_be_overwritten_at_once(tmp_path: Path) -> None:
+    """C6: the file has the values of the moment of the request, although the writer begins after they are gone."""
+    gone = threading.Event()
+    live = {"a": torch.randn(1000), "b": torch.randn(30, 7).to(torch.bfloat16)}
+    before = {name: bits(tensor) for name, tensor in live.items()}
+    saver = AsyncSaver(Staging())
+
+    def write(tensors: list[LogicalTensor]) -> Path:
+        assert gone.wait(20)
+        return writer(tmp_path, 1)(tensors)
+
+    saver.save(1, [whole(name, tensor) for name, tensor in live.items()], write)
+    for tensor in live.values():
+        tensor.zero_()
+    gone.set()
+    saver.wait()
+    checkpoint = open_checkpoint(tmp_path / "step_00000001")
+    assert {name: bits(checkpoint.read(name)) for name in live} == before and verify_checkpoint(checkpoint.path) == []
+
+
+def test_every_kind_of_tensor_is_copied_bit_for_bit_into_memory_that_is_used_again() -> None:
+    """All dtypes and patterns, 0-dim, empty and strided ones; the second save's copies lie where the first one's did."""
+    items = []
+    for name in DTYPE_TAGS:
+        dtype = torch_dtype(name)
+        patterns = torch.arange(256, dtype=torch.uint8).repeat(8)
+        full = (patterns % 2 if dtype is torch.bool else patterns).view(dtype).reshape(16, -1)
+        made = {"full": full, "scalar": full.reshape(-1)[3], "empty": torch.empty(0, 5, dtype=dtype), "columns": full[:, ::2]}
+        items += [whole(f"{name}/{key}", value, Role.COUNTER) for key, value in made.items()]
+    staging = Staging()
+    staged = staging.stage(items)
+    size, addresses = staging.nbytes, [one.tensor.data_ptr() for one in staged.tensors]
+    assert staged.nbytes == sum(one.tensor.nbytes for one in items) <= size < staged.nbytes + ALIGNMENT * len(items)
+    for source, copy in zip(items, staged.tensors, strict=True):
+        assert (source.name, source.tensor.dtype, source.tensor.shape) == (copy.name, copy.tensor.dtype, copy.tensor.shape)
+        assert bits(source.tensor) == bits(copy.tensor) and copy.tensor.is_contiguous()
+        assert source.tensor.numel() == 0 or source.tensor.data_ptr() != copy.tensor.data_ptr()
+    again = staging.stage(items)
+    assert [one.tensor.data_ptr() for one in again.tensors] == addresses and staging.nbytes == size
+
+
+class Slow:
+    """Writers that wait until they may go on, and notice when two are at it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.go, self.at_once, self.most = root, threading.Event(), 0, 0
+
+    def of(self, number: int) -> Any:
+        def write(tensors: list[LogicalTensor]) -> Path:
+            self.at_once += 1
+            self.most = max(self.most, self.at_once)
+            assert self.go.wait(20)
+            path = writer(self.root, number)(tensors)
+            self.at_once -= 1
+            return path
+
+        return write
+
+
+def test_a_second_save_waits_for_the_first_and_says_so(tmp_path: Path) -> None:
+    events: list[SaveEvent] = []
+    slow, staging = Slow(tmp_path), Staging()
+    saver = AsyncSaver(staging, events.append)
+    live = torch.tensor([1.0])
+    saver.save(1, [whole("w", live)], slow.of(1))
+    live.fill_(2.0)
+    second = threading.Thread(target=saver.save, args=(2, [whole("w", live)], slow.of(2)))
+    second.start()
+    time.sleep(0.2)
+    assert second.is_alive() and slow.most == 1 and staging.nbytes == ALIGNMENT
+    slow.go.set()
+    second.join(20)
+    saver.wait()
+    assert slow.most == 1 and [open_checkpoint(one.path).read("w").item() for one in scan(tmp_path)] == [1.0, 2.0]
+    assert [(one.what, one.step) for one in events] == [
+        ("requested", 1), ("staged", 1), ("requested", 2), ("waiting", 2), ("durable", 1), ("staged", 2), ("durable", 2),
+    ]  # fmt: skip
+    waiting = str(events[3])
+    assert waiting.startswith("checkpoint of step 2 waiting for that of step 1, which is still being written after 0.")
+    assert "save less often (checkpoint.every) or to a faster disk" in waiting
+    assert events[1].nbytes == 4 and events[4].nbytes == sum(f.stat().st_size for f in (tmp_path / "step_00000001").iterdir())
+    assert events[5].seconds > 0.2 and events[6].seconds >= events[5].seconds
+
+
+def test_a_failure_is_told_to_the_next_save_or_at_the_end_and_once(tmp_path: Path) -> None:
+    events: list[SaveEvent] = []
+    saver = AsyncSaver(Staging(), events.append)
+    items = [whole("w", torch.ones(3))]
+    writer(tmp_path, 1)(items)
+    full = ScriptedOps(0, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "write")
+    saver.save(2, items, writer(tmp_path, 2, ops=full))
+    for _ in range(200):
+        if saver.failed:
+            break
+        time.sleep(0.01)
+    assert saver.failed and events[-1].what == "failed" and "ENOSPC" in str(events[-1])
+    with pytest.raises(CheckpointError, match=r"step 2 was not saved: .*ENOSPC.*step_00000001 survives"):
+        saver.save(3, items, writer(tmp_path, 3))
+    assert not saver.failed and find_resumable(tmp_path) == tmp_path / "step_00000001"
+    saver.save(3, items, writer(tmp_path, 3))
+    saver.wait()
+    assert find_resumable(tmp_path) == tmp_path / "step_00000003"
+
+    def broken(tensors: list[LogicalTensor]) -> Path:
+        raise MemoryError("none left")
+
+    saver.save(4, items, broken)
+    with pytest.raises(CheckpointError, match="the checkpoint of step 4 was not saved: MemoryError: none left"):
+        saver.wait()
+    saver.wait()
+
+
+def test_news_that_cannot_be_told_are_not_a_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def told(event: SaveEvent) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    saver = AsyncSaver(Staging(), told)
+    saver.save(1, [whole("w", torch.ones(1))], writer(tmp_path, 1))
+    saver.wait()
+    assert find_resumable(tmp_path) is not None and "cannot report that the checkpoint of step 1 durable" in caplog.text
+
+
+def test_without_the_memory_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any, **__: Any) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "zeros", none)
+    with pytest.raises(CheckpointError, match=r"need 64 B of host memory .*can't allocate.*checkpoint.async_save=false"):
+        Staging().reserve([whole("w", torch.ones(3))])
+
+
+def test_three_ranks_commit_in_the_background(tmp_path: Path) -> None:
+    """One checkpoint of all ranks, from copies; a rank that fails fails all, each in its own thread, with one message."""
+
+    def body(comm: Any) -> list[str]:
+        saver, said = AsyncSaver(Staging()), []
+        for number, failing in ((1, None), (2, 1), (3, None)):
+            live = state(comm.rank, number)
+            ops = ScriptedOps(0, only="fsync") if comm.rank == failing else None
+
+            def write(tensors: list[LogicalTensor], number: int = number, ops: Any = ops) -> Path:
+                return save_step(tmp_path, number, comm, 0, ops, tensors)
+
+            saver.save(number, live, write)
+            for item in live:
+                item.tensor.zero_()
+            try:
+                saver.wait()
+            except CheckpointError as error:
+                said.append(str(error))
+        return said
+
+    said = on_ranks(3, body)
+    assert len(said[0]) == 1 and said == [said[0]] * 3 and "rank 1: cannot write" in said[0][0]
+    assert [one.step for one in scan(tmp_path)] == [1, 3]
+    for one in scan(tmp_path):
+        checkpoint = open_checkpoint(one.path)
+        for rank in range(3):
+            assert all(bits(checkpoint.read(item.name)) == bits(item.tensor) for item in state(rank, one.step))
+
+
+@pytest.mark.parametrize("backend", ["eager", "host_replay"])
+def test_the_copy_is_ordered_after_the_steps_before_it_and_before_the_next(backend: str) -> None:
+    """I4, T4: without either edge the contract says so, at the copy or at the first work that would change what is copied."""
+    words = {
+        None: "",
+        ("compute", "saving"): "the copy for a checkpoint (read on stream 'saving') is not ordered after",
+        ("saving", "compute"): "is not ordered after the copy for a checkpoint (read on stream 'saving')",
+    }
+    for pair, expected in words.items():
+        assembly = make(backend)
+        step(assembly, 0)
+        if pair is not None:
+            drop_edges(assembly, lambda source, target, _, pair=pair: (source, target) == pair)
+        staging = Staging(assembly.engine.copying_state)
+
+        def run(assembly: Any = assembly, staging: Staging = staging) -> None:
+            staging.stage(assembly.logical_tensors())
+            step(assembly, 1)
+
+        if pair is None:
+            run()
+            continue
+        with pytest.raises(StreamOrderError) as caught:
+            run()
+        assert expected in str(caught.value)
