@@ -32,7 +32,7 @@ class Report:
     rank: int
     coords: dict[str, int]
     meta: dict[str, Any]
-    files: list[tuple[str, int, str]]
+    files: list[tuple[str, int, str, int]]  # name, size, SHA-256, and of how many bytes that is
     written: list[Written]
     held: dict[str, dict[str, Any]]  # tensors this rank left to another, and its description of them
 

@@ -7,6 +7,7 @@ stall or stop, in any order, without patching modules.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,17 @@ class FileOps:
     def write(self, file: BinaryIO, data: memoryview) -> int:
         """Write some of ``data``; returns how many bytes, possibly fewer than given."""
         return file.write(data)
+
+    def direct(self, file: BinaryIO, wanted: bool) -> bool:
+        """Whether later writes go past the page cache, as ``wanted``; never where the file system does not do that."""
+        flags = fcntl.fcntl(file, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False
+        return wanted
 
     def fsync(self, file: BinaryIO) -> None:
         os.fsync(file.fileno())

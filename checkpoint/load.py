@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from checkpoint.comm import Communicator, SingleProcess
+from checkpoint.digests import writers
 from checkpoint.layout import Box, CheckpointError, describe, natural_key
 from checkpoint.reader import Checkpoint
-from checkpoint.shards import as_integers, dtype_name
+from checkpoint.shards import dtype_name
 from qeffect_lm.contract.errors import ResumeError
 from qeffect_lm.state import LogicalTensor
 
@@ -49,7 +51,7 @@ def load_into(
 
 
 def _check(checkpoint: Checkpoint, tensors: Sequence[LogicalTensor]) -> None:
-    seen: set[tuple[str, Box]] = set()
+    blocks: list[tuple[str, Box]] = []
     for item in tensors:
         entry = checkpoint.manifest.tensors.get(item.name)
         if entry is None:
@@ -67,17 +69,19 @@ def _check(checkpoint: Checkpoint, tensors: Sequence[LogicalTensor]) -> None:
                 raise CheckpointError(
                     f"tensor {item.name!r}: its {what} is {saved} in {checkpoint.path} and {live} in this run"
                 )
-        box = checkpoint.box(item.name, item.start, tuple(item.tensor.shape))
-        if (item.name, box) not in seen:
-            checkpoint.check(item.name, box)
-        seen.add((item.name, box))
+        blocks.append((item.name, checkpoint.box(item.name, item.start, tuple(item.tensor.shape))))
+    checkpoint.check(blocks)
 
 
 def _copy(checkpoint: Checkpoint, tensors: Sequence[LogicalTensor]) -> None:
-    with torch.no_grad():
-        for item in tensors:
-            value = checkpoint.read(item.name, item.start, tuple(item.tensor.shape))
-            as_integers(item.tensor).copy_(as_integers(value))
+    """Straight into the storages, from the pages that the check has just read; threads copy side by side."""
+
+    def one(item: LogicalTensor) -> None:
+        with torch.no_grad():
+            checkpoint.read_into(item.name, item.start, item.tensor)
+
+    with ThreadPoolExecutor(writers()) as pool:
+        list(pool.map(one, tensors))
 
 
 def _extras(checkpoint: Checkpoint, names: set[str], roles: set[str]) -> str | None:

@@ -10,6 +10,8 @@ import hashlib
 import json
 import math
 import platform
+import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,11 +19,13 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 import qeffect_lm
+from checkpoint.digests import PIECE
 from checkpoint.layout import MANIFEST, Box, CheckpointError, describe, tiling_fault
 from checkpoint.shards import DTYPE_TAGS, torch_dtype
 from qeffect_lm.state import Role
 
-FORMAT = 1
+FORMAT = 2
+OLDEST = 1
 
 Count = Annotated[int, Field(ge=0)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -66,6 +70,10 @@ class TensorEntry(_Part):
         """Bytes per element."""
         return torch_dtype(self.dtype).itemsize
 
+    def nbytes(self, part: SliceEntry) -> int:
+        """Bytes of a slice."""
+        return math.prod(part.shape) * self.itemsize
+
     @model_validator(mode="after")
     def _sound(self) -> TensorEntry:
         if self.dtype not in DTYPE_TAGS:
@@ -79,10 +87,14 @@ class TensorEntry(_Part):
 
 
 class FileEntry(_Part):
-    """A shard, or a document of a rank, as a whole: size in bytes and SHA-256."""
+    """A shard, or a document of a rank: size in bytes, and the SHA-256 of its first ``hashed`` bytes. Those are a
+    shard's header, since its slices have digests of their own, and the whole of a document; in format 1, without
+    ``hashed``, the whole of a shard too.
+    """
 
     size: Count
     sha256: Digest
+    hashed: Count | None = None
 
 
 class RankEntry(_Part):
@@ -104,16 +116,44 @@ class Manifest(_Part):
     files: dict[FileName, FileEntry]
     tensors: dict[str, TensorEntry]
 
+    @property
+    def piece(self) -> int:
+        """Bytes of a piece of a slice: those that are hashed in one go."""
+        return PIECE if self.format > 1 else sys.maxsize
+
+    def hashed(self, file: str) -> int:
+        """How many of a file's bytes, from its beginning, its own SHA-256 is of."""
+        entry = self.files[file]
+        return entry.size if entry.hashed is None else entry.hashed
+
     @model_validator(mode="after")
-    def _slices_lie_in_files(self) -> Manifest:
+    def _slices_fill_files(self) -> Manifest:
+        """Side by side and without gaps: so no byte of a file is unknown, and none counts twice."""
+        spans: dict[str, list[tuple[int, int, str]]] = {name: [] for name in self.files}
         for name, entry in self.tensors.items():
             for part in entry.slices:
-                size = self.files[part.file].size if part.file in self.files else None
-                if size is None:
+                if part.file not in self.files:
                     raise ValueError(f"tensor {name!r} is in {part.file}, which `files` does not list")
-                if part.offset + math.prod(part.shape) * entry.itemsize > size:
+                end = part.offset + entry.nbytes(part)
+                if end > self.files[part.file].size:
                     raise ValueError(f"tensor {name!r} reaches beyond the end of {part.file}")
+                if end > part.offset:
+                    spans[part.file].append((part.offset, end, name))
+        for file, held in spans.items():
+            self._check_file(file, sorted(held))
         return self
+
+    def _check_file(self, file: str, held: Sequence[tuple[int, int, str]]) -> None:
+        entry = self.files[file]
+        if (entry.hashed is None) != (self.format == 1):
+            raise ValueError(f"{file}: format {self.format} {'has no' if self.format == 1 else 'needs'} `hashed`")
+        at = self.hashed(file) if self.format > 1 or not held else held[0][0]
+        for offset, end, name in held:
+            if offset != at:
+                raise ValueError(f"tensor {name!r} begins at byte {offset} of {file}, and what is before it ends at {at}")
+            at = end
+        if at != entry.size:
+            raise ValueError(f"{file} has {entry.size} bytes, and header and tensors end at {at}")
 
     def to_bytes(self) -> bytes:
         """The content of ``manifest.json``."""
@@ -150,7 +190,7 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise CheckpointError(f"{path} is not a valid manifest: {where}: {first['msg']}") from error
-    if manifest.format != FORMAT:
+    if not OLDEST <= manifest.format <= FORMAT:
         raise CheckpointError(f"{path} has the unknown format {manifest.format}")
     return manifest
 

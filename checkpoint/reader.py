@@ -9,18 +9,18 @@ from __future__ import annotations
 import difflib
 import gzip
 import hashlib
-import math
-import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
+from checkpoint.digests import Range, digests, fill, opened, sha256_of
 from checkpoint.layout import MANIFEST, Box, CheckpointError, describe, document_name, natural_key
 from checkpoint.manifest import Manifest, SliceEntry, TensorEntry, read_manifest
-from checkpoint.shards import Segment, as_integers, chunks, range_sha256, read_segment, torch_dtype
+from checkpoint.shards import as_integers, host_bytes, read_block, torch_dtype
 
 
 @dataclass(frozen=True)
@@ -82,16 +82,38 @@ class Checkpoint:
         """
         entry = self.entry(name)
         box = self.box(name, start, shape)
+        out = _room(name, box, entry)
         parts = _touching(entry, box)
-        if len(parts) == 1 and parts[0].box == box:
-            return self._read_slice(name, entry, parts[0])
-        out = torch.empty(box.shape, dtype=torch_dtype(entry.dtype))
-        for part in parts:
-            common = part.box.intersection(box)
-            if common is not None:
-                piece = as_integers(self._read_slice(name, entry, part))
-                as_integers(out)[common.within(box)] = piece[common.within(part.box)]
+        exact = len(parts) == 1 and parts[0].box == box
+        if not exact:
+            self.check([(name, box)], workers=1)
+        self.read_into(name, box.start, out)
+        if exact and self.digest_of(out) != parts[0].sha256:
+            raise self._mismatch(name, parts[0])
         return out
+
+    def read_into(self, name: str, start: Sequence[int], out: torch.Tensor) -> None:
+        """Copy the block at ``start``, of the shape of ``out``, into ``out``, in place and on any device, without
+        comparing digests: :meth:`check` does that before. Bytes that lie side by side in the file go straight into a
+        contiguous CPU tensor.
+
+        Memory: ``PIECE`` bytes. Raises :class:`CheckpointError` for files that cannot be read, or end early.
+        """
+        entry = self.entry(name)
+        box = self.box(name, start, tuple(out.shape))
+        target = as_integers(out)
+        for part in _touching(entry, box):
+            common = part.box.intersection(box)
+            if common is None:
+                continue
+            with self._opened(part.file) as file:
+                place = target[common.within(box)]
+                if not read_block(file, part.offset, part.shape, common.within(part.box), place):
+                    raise self._mismatch(name, part)
+
+    def digest_of(self, tensor: torch.Tensor) -> str:
+        """The SHA-256 that a slice of these bytes has in this checkpoint."""
+        return sha256_of(host_bytes(tensor.cpu()), self.manifest.piece)
 
     def document(self, rank: int, name: str) -> str | None:
         """The text that ``rank`` had saved under ``name``; None where it saved none. Raises as :meth:`read_document`."""
@@ -100,8 +122,10 @@ class Checkpoint:
 
     def read_document(self, file: str) -> str:
         """The text of a document's file. Raises :class:`CheckpointError` unless its bytes match their SHA-256."""
-        with self._open(file) as handle:
-            content = handle.read()
+        with self._opened(file) as handle:
+            content = bytearray(self.manifest.files[file].size)
+            if fill(handle, 0, memoryview(content)) != len(content):
+                content.clear()
         if hashlib.sha256(content).hexdigest() != self.manifest.files[file].sha256:
             raise CheckpointError(f"{self.path / file} is damaged: its bytes do not match their SHA-256")
         return gzip.decompress(content).decode()
@@ -123,57 +147,34 @@ class Checkpoint:
             )
         return Box(first, tuple(shape))
 
-    def check(self, name: str, box: Box) -> None:
-        """Compare the slices that :meth:`read` would touch with their SHA-256, without keeping them."""
-        entry = self.entry(name)
-        for part in _touching(entry, box):
-            with self._open(part.file) as file:
-                if range_sha256(file, part.offset, _nbytes(entry, part)) != part.sha256:
-                    raise self._mismatch(name, part)
+    def check(self, blocks: Iterable[tuple[str, Box]], workers: int | None = None) -> None:
+        """Compare all slices that reading these blocks would touch with their SHA-256, each once, without keeping them.
+
+        On ``workers`` threads (None: :func:`~checkpoint.digests.readers`). Raises :class:`CheckpointError` for the
+        first that is not as it was written, in the order of ``blocks``.
+        """
+        parts: dict[tuple[str, int], tuple[str, Range, SliceEntry]] = {}
+        for name, box in blocks:
+            entry = self.entry(name)
+            for part in _touching(entry, box):
+                parts.setdefault((name, id(part)), (name, self.range_of(entry, part), part))
+        found = digests(self.path, [one for _, one, _ in parts.values()], workers)
+        for (name, _, part), digest in zip(parts.values(), found, strict=True):
+            if isinstance(digest, OSError):
+                raise CheckpointError(f"cannot open {self.path / part.file}: {describe(digest)}") from digest
+            if digest != part.sha256:
+                raise self._mismatch(name, part)
+
+    def range_of(self, entry: TensorEntry, part: SliceEntry) -> Range:
+        """Where the bytes of a slice are, and how its digest is made of them."""
+        return Range(part.file, part.offset, entry.nbytes(part), self.manifest.piece)
 
     def verify(self) -> list[Problem]:
         """Read every byte and return all that differs from the manifest; [] when the checkpoint is sound. On one thread;
         :func:`checkpoint.verify.verify` takes several."""
-        problems = self.verify_manifest()
-        for name in sorted(self.manifest.files):
-            problems += self.verify_file(name)
-        return problems
+        from checkpoint.verify import verify  # which is about what is defined here
 
-    def verify_manifest(self) -> list[Problem]:
-        """Whether the manifest on disk is still the one that was opened."""
-        problems = []
-        try:
-            if read_manifest(self.path).to_bytes() != self.manifest.to_bytes():
-                problems.append(Problem(MANIFEST, None, "was replaced since the checkpoint was opened"))
-        except CheckpointError as error:
-            problems.append(Problem(MANIFEST, None, str(error)))
-        return problems
-
-    def verify_file(self, name: str) -> list[Problem]:
-        """What is wrong with one file."""
-        expected = self.manifest.files[name]
-        held = self.slices_in(name)
-        first, last = (held[0][0], held[-1][0]) if held else (None, None)
-        try:
-            with open(self.path / name, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                digest = range_sha256(file, 0, size)
-                if size == expected.size and digest == expected.sha256:
-                    return []
-                problems = _damaged_slices(file, name, held, size)
-                if not problems and size == expected.size:
-                    problems = _damaged_header(file, name, held)
-        except FileNotFoundError:
-            return [Problem(name, first, "the file is missing")]
-        except OSError as error:
-            return [Problem(name, first, f"cannot be read: {describe(error)}")]
-        twin = next((other for other, e in self.manifest.files.items() if e.sha256 == digest), None)
-        if twin is not None:
-            problems.insert(0, Problem(name, first, f"the file holds the bytes of {twin}"))
-        elif size != expected.size:
-            where = last if size > expected.size else (problems[0].tensor if problems else first)
-            problems.insert(0, Problem(name, where, f"has {size} bytes instead of {expected.size}"))
-        return problems
+        return verify(self, workers=1)
 
     def slices_in(self, file: str) -> list[tuple[str, TensorEntry, SliceEntry]]:
         """Name, tensor and slice of all that lies in ``file``, in order of offset."""
@@ -183,23 +184,13 @@ class Checkpoint:
             for part in entry.slices
             if part.file == file
         ]
-        return sorted(held, key=lambda item: (item[2].offset, _nbytes(item[1], item[2])))
+        return sorted(held, key=lambda item: (item[2].offset, item[1].nbytes(item[2])))
 
-    def _read_slice(self, name: str, entry: TensorEntry, part: SliceEntry) -> torch.Tensor:
-        with self._open(part.file) as file:
-            try:
-                tensor = read_segment(file, part.offset, entry.dtype, part.shape, part.sha256)
-            except OSError as error:
-                raise CheckpointError(
-                    f"cannot read tensor {name!r} in {self.path / part.file}: {describe(error)}"
-                ) from error
-        if tensor is None:
-            raise self._mismatch(name, part)
-        return tensor
-
-    def _open(self, file: str) -> BinaryIO:
+    @contextmanager
+    def _opened(self, file: str) -> Iterator[int]:
         try:
-            return open(self.path / file, "rb")
+            with opened(self.path / file) as descriptor:
+                yield descriptor
         except OSError as error:
             raise CheckpointError(f"cannot open {self.path / file}: {describe(error)}") from error
 
@@ -232,35 +223,9 @@ def _touching(entry: TensorEntry, box: Box) -> list[SliceEntry]:
     return [part for part in entry.slices if part.box.intersection(box) is not None]
 
 
-def _nbytes(entry: TensorEntry, part: SliceEntry) -> int:
-    return math.prod(part.shape) * entry.itemsize
-
-
-def _damaged_slices(
-    file: BinaryIO, file_name: str, held: Sequence[tuple[str, TensorEntry, SliceEntry]], size: int
-) -> list[Problem]:
-    problems = []
-    for name, entry, part in held:
-        nbytes = _nbytes(entry, part)
-        if part.offset + nbytes > size:
-            problems.append(Problem(file_name, name, f"its slice {part.box} is cut off"))
-        elif range_sha256(file, part.offset, nbytes) != part.sha256:
-            problems.append(
-                Problem(file_name, name, f"the bytes of its slice {part.box} do not match their SHA-256")
-            )
-    return problems
-
-
-def _damaged_header(
-    file: BinaryIO, file_name: str, held: Sequence[tuple[str, TensorEntry, SliceEntry]]
-) -> list[Problem]:
-    """All slices are sound, so the damage is before the first: say whose header entry is gone."""
-    if not held:
-        return [Problem(file_name, None, "the file is damaged")]
-    data = held[0][2].offset
-    head = b"".join(chunks(file, 0, data))
-    for name, entry, part in held:
-        segment = Segment(part.key, entry.dtype, part.shape, part.offset - data)
-        if segment.header_entry not in head:
-            return [Problem(file_name, name, "its entry in the file's header is damaged")]
-    return [Problem(file_name, held[0][0], "the file's header, before its first tensor, is damaged")]
+def _room(name: str, box: Box, entry: TensorEntry) -> torch.Tensor:
+    try:
+        return torch.empty(box.shape, dtype=torch_dtype(entry.dtype))
+    except (RuntimeError, MemoryError):
+        nbytes = box.volume * entry.itemsize
+        raise CheckpointError(f"tensor {name!r} at {box} takes {nbytes} bytes of memory, which are not there") from None

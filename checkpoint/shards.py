@@ -2,9 +2,8 @@
 
 The layout is the published one (https://huggingface.co/docs/safetensors): eight bytes little-endian header
 length, a JSON header, then the tensors' bytes without gaps. It is written here and not by the library because
-each slice and the file are hashed while they are written, one tensor at a time, through
-:class:`~checkpoint.fileops.FileOps`; any safetensors reader opens the result. Reading goes by the offsets in
-the manifest, so nothing in a file is trusted.
+each slice is hashed while it is written, piece by piece, through :class:`~checkpoint.fileops.FileOps`; any
+safetensors reader opens the result. Reading goes by the offsets in the manifest, so nothing in a file is trusted.
 """
 
 from __future__ import annotations
@@ -13,17 +12,19 @@ import hashlib
 import json
 import math
 import struct
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import torch
 
-from checkpoint.fileops import FileOps, naming, write_all
+from checkpoint.digests import PIECE, combined, fill, pieces, writers
+from checkpoint.fileops import FileOps, naming
 from checkpoint.layout import CheckpointError
-
-CHUNK = 8 << 20  # bytes hashed and written at a time
+from checkpoint.stream import Stream
 
 # torch's name (used in the manifest) → the tag in the shard's own header
 DTYPE_TAGS = {
@@ -73,10 +74,23 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """The tensor's elements in row-major order as bytes on the host; no copy for contiguous CPU tensors."""
-    dense = as_integers(tensor).cpu().contiguous()
-    flat = dense.as_strided((dense.numel(),), (1,))  # one element can be "contiguous" with any stride
-    return _view(flat.view(torch.uint8))
+    """The elements of a CPU tensor in row-major order as bytes; no copy when it is contiguous."""
+    return _view(_flat(tensor))
+
+
+def host_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The same in pieces of ``PIECE`` bytes. Of a GPU's tensor one piece after the other comes to the host; of a CPU's
+    nothing is copied, unless it is not contiguous.
+    """
+    flat = _flat(tensor)
+    for at, n in pieces(len(flat)):
+        yield _view(flat[at : at + n].cpu())
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    dense = as_integers(tensor).contiguous()
+    # one element can be "contiguous" with any stride
+    return dense.as_strided((dense.numel(),), (1,), dense.storage_offset()).view(torch.uint8)
 
 
 def _view(flat: torch.Tensor) -> memoryview:
@@ -113,70 +127,90 @@ def header(segments: Sequence[Segment]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def write_shard(
-    ops: FileOps, path: Path, segments: Sequence[Segment], tensors: Sequence[torch.Tensor]
-) -> tuple[int, str, list[str]]:
-    """Write and fsync one shard; returns (file size, SHA-256 of the file, SHA-256 of each slice).
+@dataclass(frozen=True)
+class Written:
+    """A shard on the disk: its size, the length and SHA-256 of its header, and the digest of each slice."""
 
-    The digests are of the bytes handed to the file system, never of what it gives back. Raises
-    :class:`CheckpointError` naming ``path`` and the cause.
+    size: int
+    header: int
+    header_sha256: str
+    digests: list[str]
+
+
+def write_shard(ops: FileOps, path: Path, segments: Sequence[Segment], tensors: Sequence[torch.Tensor]) -> Written:
+    """Write and fsync one shard.
+
+    The digests are of the bytes in memory, never of what the file system gives back; they are made on threads
+    (:func:`~checkpoint.digests.writers`) while the bytes are written. Memory beyond the tensors' own: two buffers of
+    ``stream.BUFFER`` bytes, and of tensors on a GPU some pieces of ``PIECE`` bytes, two per thread; a strided tensor is copied
+    whole. Raises :class:`CheckpointError` naming ``path`` and the cause.
     """
     head = header(segments)
-    whole = hashlib.sha256(head)
-    size = len(head)
-    digests = []
+    size = len(head) + sum(segment.nbytes for segment in segments)
     with naming("write", path):
         file = ops.create(path)
         try:
-            write_all(ops, file, memoryview(head))
-            for tensor in tensors:
-                data = host_bytes(tensor)
-                digest = hashlib.sha256()
-                for at in range(0, len(data), CHUNK):
-                    chunk = data[at : at + CHUNK]
-                    write_all(ops, file, chunk)
-                    digest.update(chunk)
-                    whole.update(chunk)
-                size += len(data)
-                digests.append(digest.hexdigest())
+            with ThreadPoolExecutor(writers()) as pool, Stream(ops, file, size) as stream:
+                stream.append(memoryview(head))
+                waiting: deque[Future[Any]] = deque()
+                made = []
+                for tensor in tensors:
+                    parts = []
+                    for piece in host_pieces(tensor):
+                        parts.append(pool.submit(hashlib.sha256, piece))
+                        stream.append(piece)
+                        if tensor.device.type != "cpu":  # a copy of ours: no more of them than the threads need
+                            waiting.append(parts[-1])
+                            if len(waiting) > 2 * writers():
+                                waiting.popleft().result()
+                    made.append(parts)
+                stream.finish()
+                digests = [combined([part.result().digest() for part in parts]) for parts in made]
             ops.fsync(file)
         finally:
             file.close()
-    return size, whole.hexdigest(), digests
+    return Written(size, len(head), hashlib.sha256(head).hexdigest(), digests)
 
 
-def chunks(file: BinaryIO, offset: int, nbytes: int) -> Iterator[bytes]:
-    """The bytes ``[offset, offset + nbytes)``, fewer where the file ends early."""
-    file.seek(offset)
-    while nbytes > 0:
-        piece = file.read(min(CHUNK, nbytes))
-        if not piece:
-            return
-        nbytes -= len(piece)
-        yield piece
+def read_block(descriptor: int, offset: int, shape: Sequence[int], take: Sequence[slice], out: torch.Tensor) -> bool:
+    """Copy ``take`` (indices per dimension) of the slice of ``shape`` at ``offset`` into ``out``; False where the file
+    ends early.
 
-
-def range_sha256(file: BinaryIO, offset: int, nbytes: int) -> str:
-    """SHA-256 (hex) of a byte range."""
-    digest = hashlib.sha256()
-    for piece in chunks(file, offset, nbytes):
-        digest.update(piece)
-    return digest.hexdigest()
-
-
-def read_segment(
-    file: BinaryIO, offset: int, dtype: str, shape: tuple[int, ...], sha256: str
-) -> torch.Tensor | None:
-    """The slice at ``offset`` (from the file's beginning) as a new CPU tensor, or None when its bytes do not
-    match.
+    Rows that are wanted whole go straight into ``out`` when it is a contiguous CPU tensor. Else they come through a
+    buffer of at most ``PIECE`` bytes, or of one element.
     """
-    nbytes = math.prod(shape) * torch_dtype(dtype).itemsize
-    raw = torch.empty(nbytes, dtype=torch.uint8)
-    view = _view(raw)
-    at = 0
-    for piece in chunks(file, offset, nbytes):
-        view[at : at + len(piece)] = piece
-        at += len(piece)
-    if at != nbytes or hashlib.sha256(view).hexdigest() != sha256:
-        return None
-    return raw.view(torch_dtype(dtype)).reshape(shape)
+    if not out.numel():
+        return True
+    if out.device.type == "cpu" and out.is_contiguous() and _whole(shape[1:], take[1:]):
+        view = _view(_flat(out))
+        return fill(descriptor, offset + (take[0].start if shape else 0) * _row(shape, out), view) == len(view)
+    if not shape:
+        return _through(descriptor, offset, shape, take, out)
+    row, first = _row(shape, out), take[0].start
+    step = PIECE // row
+    if step == 0:  # not even one row: row by row, each in pieces
+        return all(
+            read_block(descriptor, offset + (first + i) * row, shape[1:], take[1:], out[i]) for i in range(out.shape[0])
+        )
+    for i in range(0, out.shape[0], step):
+        n = min(step, out.shape[0] - i)
+        inside = (slice(0, n), *take[1:])
+        if not _through(descriptor, offset + (first + i) * row, (n, *shape[1:]), inside, out[i : i + n]):
+            return False
+    return True
+
+
+def _through(descriptor: int, offset: int, shape: Sequence[int], take: Sequence[slice], out: torch.Tensor) -> bool:
+    raw = torch.empty(math.prod(shape) * out.element_size(), dtype=torch.uint8)
+    if fill(descriptor, offset, _view(raw)) != raw.numel():
+        return False
+    out.copy_(raw.view(out.dtype).reshape(tuple(shape))[tuple(take)])
+    return True
+
+
+def _row(shape: Sequence[int], out: torch.Tensor) -> int:
+    return math.prod(shape[1:]) * out.element_size()
+
+
+def _whole(shape: Sequence[int], take: Sequence[slice]) -> bool:
+    return all(one.start == 0 and one.stop == size for one, size in zip(take, shape, strict=True))

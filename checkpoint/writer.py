@@ -37,7 +37,7 @@ from checkpoint.layout import (
 from checkpoint.manifest import FileEntry, Manifest, RankEntry, incomplete_because, library_versions, plain_json
 from checkpoint.reader import Checkpoint
 from checkpoint.retention import newest_complete, retain, sweep, write_latest
-from checkpoint.shards import dtype_name, header, write_shard
+from checkpoint.shards import dtype_name, write_shard
 from qeffect_lm.state import LogicalTensor
 
 log = logging.getLogger(__name__)
@@ -212,30 +212,30 @@ class _Save:
         own.sort(key=lambda item: (-item.tensor.element_size(), natural_key(item.name), item.start))
         file_name = f"rank{rank:05d}.safetensors"
         segments = segments_of(own)
-        files = [(name, *self._write_document(name, text)) for name, text in documents.items()]
+        files = [self._write_document(name, text) for name, text in documents.items()]
         if not own:
             return Report(rank, dict(coords), meta, files, [], held)
         data = [item.tensor for item in own]
-        size, sha256, digests = write_shard(self.ops, self.temporary / file_name, segments, data)
-        offset = len(header(segments))
+        shard = write_shard(self.ops, self.temporary / file_name, segments, data)
         written = []
-        for item, segment, digest in zip(own, segments, digests, strict=True):
+        for item, segment, digest in zip(own, segments, shard.digests, strict=True):
             part = {
                 "file": file_name,
                 "key": segment.key,
                 "start": tuple(item.start),
                 "shape": segment.shape,
-                "offset": offset + segment.begin,
+                "offset": shard.header + segment.begin,
                 "sha256": digest,
             }
             written.append(Written(item.name, description_of(item), part))
-        return Report(rank, dict(coords), meta, [(file_name, size, sha256), *files], written, held)
+        files.insert(0, (file_name, shard.size, shard.header_sha256, shard.header))
+        return Report(rank, dict(coords), meta, files, written, held)
 
-    def _write_document(self, name: str, text: str) -> tuple[int, str]:
-        """Returns the file's size and SHA-256. Equal texts give equal files: gzip's time stamp is left out."""
+    def _write_document(self, name: str, text: str) -> tuple[str, int, str, int]:
+        """Returns what a report says of a file. Equal texts give equal files: gzip's time stamp is left out."""
         content = gzip.compress(text.encode(), mtime=0)
         write_file(self.ops, self.temporary / name, content)
-        return len(content), hashlib.sha256(content).hexdigest()
+        return name, len(content), hashlib.sha256(content).hexdigest(), len(content)
 
     def commit(
         self, reports: list[Report], meta: dict[str, Any], ranks: tuple[RankEntry, ...] | None = None
@@ -243,16 +243,17 @@ class _Save:
         """Rank 0: check that the slices are the whole state, seal them with the manifest, publish the
         directory.
         """
-        files = {name: (size, sha) for report in reports for name, size, sha in report.files}
+        files = {}
         for report in reports:
-            for name, size, _ in report.files:
+            for name, size, sha256, hashed in report.files:
                 self._check_visible(report.rank, name, size)
+                files[name] = FileEntry(size=size, sha256=sha256, hashed=hashed)
         manifest = Manifest(
             step=self.step,
             meta=plain_json(meta, "meta"),
             ranks=ranks or tuple(RankEntry(rank=r.rank, coords=r.coords, meta=r.meta) for r in reports),
             versions=library_versions(),
-            files={name: FileEntry(size=size, sha256=sha) for name, (size, sha) in files.items()},
+            files=files,
             tensors=assemble(reports),
         )
         write_file(self.ops, self.temporary / MANIFEST, manifest.to_bytes())

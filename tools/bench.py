@@ -13,6 +13,8 @@ placement  weight gradients straight into the main gradients, beside a temporary
            Transformer Engine's fuse_wgrad_accumulation on and off (GPU only); results and node lists are compared first
 plans      tools.plan on many ranks: each schedule generated, checked, lowered and timed; seconds of wall and CPU time (no GPU)
 capture    seconds to capture a stage of 32 layers of 4096, as a restart does, with graphs of actions and of the step (GPU only)
+checkpoint saving, loading and verifying a state beside plain writes and reads of the same disk: GB/s and memory (no GPU); with
+           --parameters 1.3e9 that many instead, generated shard by shard, once: 14 bytes of disk for each
 train      whole training steps of the presets bench-s and bench-m, measured and predicted bubble (GPUs only); with stages on
            several GPUs:  torchrun --nproc-per-node 2 -m tools.bench train --schedules 1f1b,zb-v
 
@@ -64,6 +66,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tune-shapes", metavar="LIST", help="of --tune: hidden:MLP:tokens (default: four of the benchmarks)")
     made.add_argument("--corpus", type=Path, default=Path("runs/demo-gpu/corpus/stdlib"), metavar="PREFIX", help="of curves")
     made.add_argument("--seeds", default="1,2,3", metavar="LIST", help="of curves (default: %(default)s)")
+    made.add_argument("--gib", type=float, default=2.0, metavar="N", help="of checkpoint: the state (default: %(default)s)")
+    made.add_argument("--dir", type=Path, default=Path("runs"), metavar="D", help="of checkpoint: on that disk (default: runs)")
+    made.add_argument("--rounds", type=int, default=5, metavar="N", help="of checkpoint (default: %(default)s)")
+    made.add_argument("--parameters", type=float, metavar="N", help="of checkpoint: write, verify and read back that many once")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     add_traceback(made)
     return made
@@ -360,6 +366,36 @@ def plans(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def checkpointing(arguments: argparse.Namespace) -> int:
+    """How fast a state is saved, loaded and verified."""
+    if arguments.rounds < 1 or not 0 < arguments.gib < float("inf"):
+        raise UsageError(f"--rounds {arguments.rounds} and --gib {arguments.gib}: positive numbers")
+    if arguments.parameters is not None and not 1e4 <= arguments.parameters <= 1e12:
+        raise UsageError(f"--parameters {arguments.parameters}: from 10,000 to 1e12")
+    from tools.benchmarks import checkpoint as benchmark
+    from tools.benchmarks import large_state
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    command = f"python -m tools.bench {' '.join(sys.argv[1:])}"
+    load = os.getloadavg()[0]
+    try:
+        arguments.dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=arguments.dir) as name:
+            if arguments.parameters is not None:
+                found = large_state.run(int(arguments.parameters), Path(name), say)
+                say("\n" + large_state.table(found))
+            else:
+                found = benchmark.measure(arguments.gib, Path(name), arguments.rounds, say)
+                say("\n" + benchmark.table(found))
+    except OSError as error:
+        raise UsageError(f"--dir {arguments.dir}: {error}") from error
+    loads = {"load_average_before_and_after": [load, os.getloadavg()[0]]}
+    write({**header("checkpoint", command, f"CPU {platform.machine()}"), **loads, **found}, arguments.json)
+    return 0
+
+
 def write(report: dict[str, Any], path: Path | None) -> None:
     """The figures as JSON, if a file was named."""
     if path is not None:
@@ -448,6 +484,7 @@ def captured_table(sizes: list[dict[str, Any]]) -> str:
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "capture": capturing,
+    "checkpoint": checkpointing,
     "contract": contract,
     "curves": curves,
     "kernels": kernels,

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from checkpoint import (
+    FORMAT,
     CheckpointError,
     SingleProcess,
     compare,
@@ -29,7 +30,8 @@ from qeffect_lm.contract.errors import ResumeError
 from qeffect_lm.state import LogicalTensor, Role
 from tests.checkpoint_support import GOLDEN_DTYPES, GOLDEN_META, golden_state, on_ranks, whole, write_golden
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "format1"
+GOLDEN = {number: Path(__file__).parent.parent / "golden" / f"format{number}" for number in (1, 2)}
+EVERY_FORMAT = pytest.mark.parametrize("number", GOLDEN)
 
 
 def small(rank: int = 0) -> list[LogicalTensor]:
@@ -166,6 +168,23 @@ def _pickle(body: dict[str, Any]) -> None:
     body["tensors"]["param/layers.0.w"]["slices"][0]["file"] = "weights.pt"
 
 
+def _gap(body: dict[str, Any]) -> None:
+    body["files"]["rank00000.safetensors"]["hashed"] -= 8
+
+
+def _longer(body: dict[str, Any]) -> None:
+    body["files"]["rank00000.safetensors"]["size"] += 8
+
+
+def _shared(body: dict[str, Any]) -> None:
+    """Two tensors of the same bytes: a small file could stand for any amount of memory."""
+    body["tensors"]["again"] = body["tensors"]["param/layers.0.w"]
+
+
+def _unhashed(body: dict[str, Any]) -> None:
+    del body["files"]["rank00000.safetensors"]["hashed"]
+
+
 def _hole(body: dict[str, Any]) -> None:
     body["tensors"]["param/layers.0.w"]["shape"] = [5]
 
@@ -191,6 +210,10 @@ def _kind(body: dict[str, Any]) -> None:
     [
         (_escape, r"files\.\.\./outside"),
         (_pickle, r"slices\.0\.file: .*pattern"),
+        (_gap, "'param/layers.0.w' begins at byte 184 of rank00000.safetensors, and what is before it ends at 176"),
+        (_longer, "rank00000.safetensors has 212 bytes, and header and tensors end at 204"),
+        (_shared, "'param/layers.0.w' begins at byte 184 of rank00000.safetensors, and what is before it ends at 200"),
+        (_unhashed, "format 2 needs `hashed`"),
         (_hole, "1 of 5 elements are in no slice"),
         (_twice, "overlap"),
         (_beyond, "reaches beyond the end of rank00000.safetensors"),
@@ -211,8 +234,8 @@ def test_a_manifest_that_contradicts_itself_is_refused(
 
 
 def test_a_newer_format_is_refused_by_its_number(saved: Path) -> None:
-    reseal(saved, lambda body: body.update(format=2, novelty={}))
-    with pytest.raises(CheckpointError, match="has format 2; .* up to format 1: update qeffect-lm"):
+    reseal(saved, lambda body: body.update(format=3, novelty={}))
+    with pytest.raises(CheckpointError, match="has format 3; .* up to format 2: update qeffect-lm"):
         open_checkpoint(saved)
 
 
@@ -366,12 +389,14 @@ def test_ranks_load_their_parts_together_or_not_at_all(saved: Path) -> None:
 # --- the golden checkpoint ---------------------------------------------------------------------------------
 
 
-def test_the_golden_checkpoint_of_format_1_stays_readable(tmp_path: Path) -> None:
-    """Written by the first version, by two ranks, one tensor cut unevenly; every dtype, 0-dim, empty, NaN,
+@EVERY_FORMAT
+def test_the_golden_checkpoint_stays_readable(number: int) -> None:
+    """Written by the first version of each format, by two ranks, one tensor cut unevenly; every dtype, 0-dim, empty, NaN,
     -0.0.
     """
-    checkpoint = open_checkpoint(GOLDEN / "step_00000003")
-    assert checkpoint.manifest.format == 1 and checkpoint.step == 3 and checkpoint.meta == GOLDEN_META
+    folder = GOLDEN[number] / "step_00000003"
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.manifest.format == number and checkpoint.step == 3 and checkpoint.meta == GOLDEN_META
     assert checkpoint.verify() == [] and [checkpoint.rank_meta(r) for r in (0, 1)] == [
         {"draws": 0},
         {"draws": 1},
@@ -390,19 +415,38 @@ def test_the_golden_checkpoint_of_format_1_stays_readable(tmp_path: Path) -> Non
         if name == "float8_e5m2":
             expected = [{9: 8.0, 11: 12.0, 13: 12.0, 15: 16.0}.get(int(x), x) for x in expected]
         assert back.to(torch.float64).reshape(-1).tolist() == expected, name
-    assert sum(file.stat().st_size for file in (GOLDEN / "step_00000003").iterdir()) < 20_000
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 20_000
 
 
-def test_what_is_written_today_equals_the_golden_checkpoint(tmp_path: Path) -> None:
+@EVERY_FORMAT
+def test_damage_of_the_golden_checkpoint_is_named(tmp_path: Path, number: int) -> None:
+    """Whatever a format's digests are of: a byte of the header, of a slice, after the end."""
+    folder = shutil.copytree(GOLDEN[number], tmp_path / "copy") / "step_00000003"
+    file = folder / "rank00001.safetensors"
+    good = file.read_bytes()
+    for content, words in (
+        (good.replace(b"rng/rank1", b"rng/rank2"), "'rng/rank1': its entry in the file's header is damaged"),
+        (good[:-1] + b"\x7f", "'rng/rank1': the bytes of its slice [0:8] do not match"),
+        (good + b"\0", "'rng/rank1': has 345 bytes instead of 344"),
+    ):
+        file.write_bytes(content)
+        (problem,) = open_checkpoint(folder).verify()
+        assert words in str(problem)
+
+
+@EVERY_FORMAT
+def test_what_is_written_today_equals_the_golden_checkpoint(tmp_path: Path, number: int) -> None:
     assert isinstance(write_golden(tmp_path)[0], Path)
-    result = compare(
-        open_checkpoint(GOLDEN / "step_00000003"), open_checkpoint(tmp_path / "step_00000003"), None
-    )
+    golden, written = (open_checkpoint(root / "step_00000003") for root in (GOLDEN[number], tmp_path))
+    result = compare(golden, written, None)
+    if number == FORMAT:  # nor did the format itself change meanwhile
+        assert written.manifest.files == golden.manifest.files and written.manifest.tensors == golden.manifest.tensors
     assert result.same and len(result.equal) == len({t.name for r in (0, 1) for t in golden_state(r)})
 
 
-def test_the_golden_checkpoint_loads_on_one_rank(tmp_path: Path) -> None:
-    copied = shutil.copytree(GOLDEN, tmp_path / "copy") / "step_00000003"
+@EVERY_FORMAT
+def test_the_golden_checkpoint_loads_on_one_rank(tmp_path: Path, number: int) -> None:
+    copied = shutil.copytree(GOLDEN[number], tmp_path / "copy") / "step_00000003"
     live = torch.zeros(5, 3)
     item = whole("param/layers.0.attention.qkv.weight", live)
     load_into(open_checkpoint(copied), [item])

@@ -482,7 +482,7 @@ def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
     paths = [save(tmp_path / name, 1) for name in "ab"]
     for file in sorted(os.listdir(paths[0])):
         assert (paths[0] / file).read_bytes() == (paths[1] / file).read_bytes()
-    assert json.loads((paths[0] / "manifest.json").read_bytes())["format"] == 1
+    assert json.loads((paths[0] / "manifest.json").read_bytes())["format"] == 2
 
 
 def test_no_part_of_a_save_is_a_pickle(tmp_path: Path) -> None:

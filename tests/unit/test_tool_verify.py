@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint import Checkpoint, open_checkpoint, save_checkpoint
-from checkpoint import verify as verifying
+from checkpoint import digests, open_checkpoint, save_checkpoint
 from checkpoint.comm import SingleProcess
 from checkpoint.verify import verify
 from qeffect_lm.app.shapes import model_shapes
@@ -44,7 +43,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 @pytest.mark.parametrize("workers", [1, 4])
 def test_threads_find_what_one_pass_finds(saved, workers, monkeypatch):  # noqa: F811
     """Any byte of any file, flipped: the same problems as the plain reading, and none in a sound checkpoint."""
-    monkeypatch.setattr(verifying, "AT_ONCE", 8)
+    monkeypatch.setattr(digests, "TASK", 8)
     checkpoint = open_checkpoint(saved)
     assert verify(checkpoint, workers) == [] == checkpoint.verify()
     rng = random.Random(workers)
@@ -61,21 +60,6 @@ def test_threads_find_what_one_pass_finds(saved, workers, monkeypatch):  # noqa:
         assert verify(checkpoint, workers) == checkpoint.verify() != []
         path.write_bytes(sound)
     assert verify(checkpoint, workers) == []
-
-
-def test_a_gap_between_slices_is_read_in_one_pass(tmp_path, monkeypatch):
-    """Bytes that no slice covers have no digest of their own: then the file is hashed as a whole."""
-    path = model_checkpoint(tmp_path)
-    manifest = open_checkpoint(path).manifest
-    (name,) = manifest.files
-    checkpoint = Checkpoint(path, manifest)
-    assert verifying._ranges(checkpoint, name) is not None
-    held = checkpoint.slices_in(name)
-    for place in (len(held) // 2, len(held) - 1):
-        rest = {key: entry for key, entry in manifest.tensors.items() if key != held[place][0]}
-        fewer = Checkpoint(path, manifest.model_copy(update={"tensors": rest}))
-        monkeypatch.setattr(verifying, "_begins", lambda *_: True)
-        assert verifying._ranges(fewer, name) is None
 
 
 def test_a_sound_run(tmp_path, capsys):
