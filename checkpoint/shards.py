@@ -128,7 +128,7 @@ def header(segments: Sequence[Segment]) -> bytes:
 
 
 @dataclass(frozen=True)
-class Written:
+class Shard:
     """A shard on the disk: its size, the length and SHA-256 of its header, and the digest of each slice."""
 
     size: int
@@ -137,7 +137,7 @@ class Written:
     digests: list[str]
 
 
-def write_shard(ops: FileOps, path: Path, segments: Sequence[Segment], tensors: Sequence[torch.Tensor]) -> Written:
+def write_shard(ops: FileOps, path: Path, segments: Sequence[Segment], tensors: Sequence[torch.Tensor]) -> Shard:
     """Write and fsync one shard.
 
     The digests are of the bytes in memory, never of what the file system gives back; they are made on threads
@@ -169,7 +169,7 @@ def write_shard(ops: FileOps, path: Path, segments: Sequence[Segment], tensors: 
             ops.fsync(file)
         finally:
             file.close()
-    return Written(size, len(head), hashlib.sha256(head).hexdigest(), digests)
+    return Shard(size, len(head), hashlib.sha256(head).hexdigest(), digests)
 
 
 def read_block(descriptor: int, offset: int, shape: Sequence[int], take: Sequence[slice], out: torch.Tensor) -> bool:
