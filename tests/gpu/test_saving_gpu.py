@@ -1,0 +1,33 @@
+"""Saves in the background on a real GPU: copies on a stream of their own, beside captured steps.
+
+    python -m pytest -q tests/gpu/test_saving_gpu.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.proofs.killed import Job, Runs, compare_runs
+
+pytestmark = pytest.mark.gpu
+STEPS = 12
+
+
+@pytest.mark.parametrize("scope", ["action", "step"])
+@pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs"))])
+def test_saved_beside_training_as_saved_at_once(pp: int, scope: str, tmp_path: Path) -> None:
+    """C6: after every step a save, none of which holds anything that a later step wrote; losses, states and generators are
+    those of a run that saves at once."""
+    job, runs = Job("1f1b", "step", pp, scope), Runs(tmp_path, "cuda", STEPS)
+    runs.run(job, "at-once")
+    runs.run(job, "beside", "checkpoint.async_save=true")
+    tensors, first = compare_runs(runs, "at-once", "beside")
+    assert first is None and tensors > 50 * STEPS
+    events = [json.loads(line) for line in (tmp_path / "beside" / "checkpoints.jsonl").read_text().splitlines()]
+    for what in ("requested", "staged", "durable"):
+        assert [one["step"] for one in events if one["event"] == what] == list(range(1, STEPS + 1))
+    assert not (tmp_path / "at-once" / "checkpoints.jsonl").exists()
