@@ -180,19 +180,22 @@ def _compare_caches(checkpoint: Checkpoint, ledger: Ledger) -> str | None:
 def _compare(checkpoint: Checkpoint, items: Sequence[LogicalTensor], how: str) -> str | None:
     """The first tensor whose live bytes are not the saved ones."""
     for item in items:
-        entry = checkpoint.manifest.tensors.get(item.name)
-        if entry is None:
+        if item.name not in checkpoint.manifest.tensors:
             return f"tensor {item.name!r} ({item.role}) is not in {checkpoint.path}"
-        box = (item.start, tuple(item.tensor.shape))
-        whole = [part for part in entry.slices if (tuple(part.start), tuple(part.shape)) == box]
-        if whole:
-            equal = checkpoint.digest_of(item.tensor) == whole[0].sha256
-        else:
-            saved = checkpoint.read(item.name, item.start, tuple(item.tensor.shape))
-            equal = torch.equal(as_integers(item.tensor.contiguous()), as_integers(saved))
-        if not equal:
+        if not is_saved(checkpoint, item):
             return f"tensor {item.name!r} ({item.role}) {how} with other bytes than {checkpoint.path} holds"
     return None
+
+
+def is_saved(checkpoint: Checkpoint, item: LogicalTensor) -> bool:
+    """Whether the live bytes of a piece are the saved ones: by the SHA-256 of an equal slice, else byte by byte."""
+    entry = checkpoint.entry(item.name)
+    box = (item.start, tuple(item.tensor.shape))
+    whole = [part for part in entry.slices if (tuple(part.start), tuple(part.shape)) == box]
+    if whole:
+        return checkpoint.digest_of(item.tensor) == whole[0].sha256
+    saved = checkpoint.read(item.name, item.start, tuple(item.tensor.shape))
+    return torch.equal(as_integers(item.tensor.cpu().contiguous()), as_integers(saved))
 
 
 def _compare_graphs(checkpoint: Checkpoint, target: Resumable, rank: int) -> str | None:

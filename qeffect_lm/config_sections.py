@@ -473,6 +473,12 @@ class CheckpointConfig(Section):
         le=255,
     )
     save_at_end: bool = _key(True, "Save after the last step.", on_resume="free")
+    record: bool = _key(
+        True,
+        "After the step that follows a save, keep digests of what it did beside the checkpoints, for tools.replay "
+        "(docs/replay.md).",
+        on_resume="free",
+    )
 
 
 class LoggingConfig(Section):

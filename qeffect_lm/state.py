@@ -25,6 +25,7 @@ class Role(StrEnum):
     CACHED_WEIGHT = "cached_weight"
     COUNTER = "counter"
     RNG = "rng"
+    GRADIENT = "gradient"  # in no checkpoint: what is told of a step (checkpoint.record)
     STATISTIC = "statistic"  # of a guard: a run whose checkpoint lacks it, since the guard was off, begins it anew
 
 

@@ -97,6 +97,11 @@ def launch(
     config: Path, overrides: Sequence[str], world: int, environ: Mapping[str, str], extra: Mapping[str, str] | None = None
 ) -> Launched:
     """Start ``train.py`` with ``world`` ranks on this machine, with the variables that torchrun sets."""
+    return launch_ranks([sys.executable, str(TRAIN), str(config), *overrides], world, {**environ, **(extra or {})})
+
+
+def launch_ranks(command: Sequence[str], world: int, environ: Mapping[str, str]) -> Launched:
+    """Start ``command`` as ``world`` ranks on this machine, with the variables that torchrun sets."""
     port = str(free_port())
     processes = []
     for rank in range(world):
@@ -104,10 +109,10 @@ def launch(
         if world > 1:
             env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        env |= {"PYTHONUNBUFFERED": "1", **(extra or {})}
+        env |= {"PYTHONUNBUFFERED": "1"}
         processes.append(
             subprocess.Popen(
-                [sys.executable, str(TRAIN), str(config), *overrides],
+                list(command),
                 env=env,
                 text=True,
                 stdin=subprocess.DEVNULL,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import secrets
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ from pipeline.measure import Meter, latency
 from qeffect_lm import __version__
 from qeffect_lm.app.assemble import Assembly, assemble, check_supported, device_of
 from qeffect_lm.app.auto_plan import agree_on_plan, choose_plan
+from qeffect_lm.app.recording import Recorder
 from qeffect_lm.app.resuming import branch_of, check_config, find_checkpoint, plan_of, restore_run
 from qeffect_lm.app.saving import Saver
 from qeffect_lm.app.sources import check_tokenizer, check_tokens, held_out_batch, make_loader, open_dataset
@@ -50,12 +52,13 @@ class Run:
     assembly: Assembly
     loader: StepLoader
     held_out: StepBatch | None
+    dataset_hash: str
+    branch: str | None
     start: int = 0
     tokens: int = 0
     wandb: WandbLogger | None = None
-    dataset_hash: str = ""
-    branch: str | None = None
     meter: Meter | None = None
+    recorder: Recorder = field(init=False)
     saver: Saver = field(init=False)  # once the run is about to begin
 
     @property
@@ -102,12 +105,14 @@ class Run:
 
     def save(self, step: int, tokens: int) -> None:
         """Write ``step_<step>``, or begin to; collective. A failure leaves the previous checkpoint and raises."""
+        self.recorder.expect(secrets.token_hex(16))
         settle = nothing if self.wandb is None else self.wandb.settle
         self.saver.save(step, lambda contract: self._meta(step, tokens, contract), settle)
 
     def _meta(self, step: int, tokens: int, contract: dict[str, Any]) -> dict[str, Any]:
         return {
             "qeffect_lm": __version__,
+            "save_id": self.recorder.save_id,
             "step": step,
             "tokens": tokens,
             "config": self.config.to_dict(),
@@ -177,12 +182,26 @@ def describe_run(run: Run) -> str:
 
 def _set_up(config: Config, env: LaunchEnv, say: Callable[[str], None]) -> tuple[Run, Checkpoint | None]:
     """Everything before the first step, in the order of the restore."""
+    mesh, comm = join(config, env)
+    shared_folder_check(config.checkpoint_dir(), env)
+    checkpoint = find_checkpoint(config, comm)
+    run = build(config, env, mesh, comm, checkpoint, say)
+    if env.rank == 0:
+        _save_config(config, run.start)
+    return run, checkpoint
+
+
+def join(config: Config, env: LaunchEnv) -> tuple[Mesh, Communicator]:
+    """This rank's place among the others, which it meets here."""
     mesh = Mesh({"pp": config.parallel.pp, "dp": config.parallel.dp}, env.rank)
     mesh.create_groups()
-    comm: Communicator = GroupCommunicator() if env.world > 1 else SingleProcess()
-    folder = config.checkpoint_dir()
-    shared_folder_check(folder, env)
-    checkpoint = find_checkpoint(config, comm)
+    return mesh, GroupCommunicator() if env.world > 1 else SingleProcess()
+
+
+def build(
+    config: Config, env: LaunchEnv, mesh: Mesh, comm: Communicator, checkpoint: Checkpoint | None, say: Callable[[str], None]
+) -> Run:
+    """A run that is ready for its first step: fresh, or restored from ``checkpoint``; nothing is written. Collective."""
     changed = [] if checkpoint is None else check_config(config, checkpoint, env, say)
     seed_generators(config.run.seed, env.rank)
     dataset = open_dataset(config.data.train, "data.train")
@@ -203,7 +222,8 @@ def _set_up(config: Config, env: LaunchEnv, say: Callable[[str], None]) -> tuple
     agree_on_plan(config, plan, comm)
     assembly = assemble(config, mesh, plan)
     held_out, branch = held_out_batch(config), branch_of(config, checkpoint)
-    run = Run(config, env, mesh, comm, assembly, loader, held_out, dataset_hash=dataset.content_hash(), branch=branch)
+    run = Run(config, env, mesh, comm, assembly, loader, held_out, dataset.content_hash(), branch)
+    run.recorder = Recorder(assembly, loader, mesh, comm, config, say)
     if checkpoint is None:
         assembly.prepare(peek())
     else:
@@ -211,9 +231,9 @@ def _set_up(config: Config, env: LaunchEnv, say: Callable[[str], None]) -> tuple
         if note is not None and env.rank == 0:
             say(note)
         run.start, run.tokens = checkpoint.step, int(checkpoint.meta["tokens"])
-    if env.rank == 0:
-        _save_config(config, run.start)
-    return run, checkpoint
+        if note is None and "save_id" in checkpoint.meta:  # else the step is another one, or the checkpoint older than records
+            run.recorder.expect(checkpoint.meta["save_id"])
+    return run
 
 
 def _drive(
@@ -244,7 +264,7 @@ def _drive(
         stack.callback(run.wandb.finish)
         progress = stack.enter_context(Progress(config.train.steps, run.start, mode=config.logging.progress))
         sinks = [writer.write, run.wandb.log, progress.update]
-        run.saver.say = progress.message
+        run.saver.say = run.recorder.say = progress.message
     if run.start == 0 and config.train.eval_every:
         before = run.evaluate()
         if before is not None and run.leads:
@@ -263,6 +283,7 @@ def _drive(
         stop=_stopper(config, signals, run.env, run.saver),
         report=lambda metrics: [sink(metrics) for sink in sinks],
         watch=run.watch,
+        record=run.recorder.record,
     )
     try:
         outcome = train(config, parts, run.start, run.tokens)

@@ -306,15 +306,26 @@ class FlatBuffers:
                 tensors.append(self._logical(f"param/{name}", self.param(name), Role.PARAM, spec))
         return tensors
 
-    def _parts(self, name: str, buffer: torch.Tensor, role: Role, entry: Entry) -> list[LogicalTensor]:
-        """What this rank holds of a parameter's sharded state, as blocks of the logical tensor; one without a shard."""
+    def gradient_tensors(self) -> list[LogicalTensor]:
+        """``grad/`` + name of every trainable parameter: its main gradient as the step left it; of a sharded one what this rank
+        owns, the rest means nothing after the reduction."""
+        found: list[LogicalTensor] = []
+        for name in self.trainable_names:
+            found += self._parts(f"grad/{name}", self.grad_buffer, Role.GRADIENT, self.entry(name), whole=True)
+        return found
+
+    def _parts(
+        self, name: str, buffer: torch.Tensor, role: Role, entry: Entry, *, whole: bool = False
+    ) -> list[LogicalTensor]:
+        """What this rank owns of a parameter's sharded state, as blocks of the logical tensor; one without a shard. ``whole``:
+        the buffer holds all of it, not the owned parts alone."""
         spec = entry.spec
         if self.buckets is None or not entry.numel:
             return [self._logical(name, self._view(buffer, entry), role, spec)]
         first = spec.start or (0,) * len(spec.shape)
         parts = []
         for start, stop in self.own_parts(spec.name):
-            at = self._local(entry.offset + start)
+            at = entry.offset + start if whole else self._local(entry.offset + start)
             for begin, extent in boxes(spec.shape, start, stop):
                 size = math.prod(extent)
                 piece = self._logical(name, buffer[at : at + size].view(extent), role, spec)
