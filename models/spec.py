@@ -2,10 +2,14 @@
 
 The engine knows a model as an ordered list of blocks; a chunk runs some of them. The first takes token ids
 ``[batch, sequence]``, the last gives the loss; between two there is one activation tensor ``[batch, sequence, hidden]``.
+
+:class:`models.decoder.Decoder` makes such a list from parts: a :class:`Part` says which parameters it has and builds its layer,
+wherever a :class:`Place` puts it (docs/extending.md adds one).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,8 +18,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from qeffect_lm.fp8.recipes import Recipe
 from qeffect_lm.layers.base import Layer
 from qeffect_lm.layers.context import LayerContext, Phase
+from qeffect_lm.layers.linear import SplitLinear
 from qeffect_lm.optim.muon import RowBlock
 
 
@@ -25,11 +31,88 @@ class ParameterSpec:
 
     name: str
     shape: tuple[int, ...]
-    init_std: float | None  # None: ones
+    init_std: float | None  # None: ones; 0: zeros
     decay: bool
     axes: tuple[str | None, ...]
     embedding: bool = False  # a table of rows, of which a step uses a few
     matrices: tuple[RowBlock, ...] = ()  # of a hidden layer: its logical matrices, for optimizers of matrices
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a part goes, and what it shares with the parts around it.
+
+    Attributes:
+        name: logical name of the layer there, such as ``layers.3.mlp``; its parameters' names begin with it.
+        layer: number of the decoder layer; None outside of them.
+        num_layers: decoder layers of the model.
+        dtype: of parameters and activations.
+        init_std: of fresh matrices.
+        recipe: FP8 recipe of the linears there; None: none in FP8.
+        kind: class of the linears there, the backend's.
+    """
+
+    name: str
+    hidden_size: int
+    num_layers: int
+    dtype: torch.dtype
+    init_std: float
+    layer: int | None = None
+    recipe: Recipe | None = None
+    kind: type[SplitLinear] = SplitLinear
+
+    @property
+    def residual_std(self) -> float:
+        """Of fresh matrices whose product is added to the residual stream (Radford et al. 2019)."""
+        return self.init_std / math.sqrt(2 * self.num_layers)
+
+    # ---- layers ------------------------------------------------------------------------------------------------
+
+    def linear(self, name: str, inputs: int, outputs: int, *, bias: bool = False) -> SplitLinear:
+        """The linear ``<place>.<name>``: ``[..., inputs]`` → ``[..., outputs]``."""
+        return self.kind(f"{self.name}.{name}", inputs, outputs, bias=bias, recipe=self.recipe, dtype=self.dtype)
+
+    # ---- their parameters --------------------------------------------------------------------------------------
+
+    def matrix(
+        self,
+        name: str,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool = False,
+        residual: bool = False,
+        rows: Sequence[RowBlock] = (),
+    ) -> list[ParameterSpec]:
+        """Of :meth:`linear`.
+
+        Args:
+            residual: its product goes to the residual stream: it starts smaller, and tensor parallelism cuts its inputs.
+            rows: its logical matrices, for optimizers of matrices; none given: the whole.
+        """
+        std, axes = (self.residual_std, (None, "tp")) if residual else (self.init_std, ("tp", None))
+        blocks = tuple(rows) or ((1, 0, outputs),)
+        at = f"{self.name}.{name}"
+        specs = [ParameterSpec(f"{at}.weight", (outputs, inputs), std, True, axes, matrices=blocks)]
+        if bias:
+            specs.append(ParameterSpec(f"{at}.bias", (outputs,), 0.0, False, (axes[0],)))
+        return specs
+
+    def vector(self, name: str, size: int, init_std: float | None = None) -> ParameterSpec:
+        """The parameter ``<place>.<name>``, a vector without weight decay; ones, or zeros with ``init_std`` 0."""
+        return ParameterSpec(f"{self.name}.{name}", (size,), init_std, False, (None,))
+
+
+class Part(Protocol):
+    """What fills a slot of a model. Its parameters and its layers must agree: assembly refuses a parameter without a spec."""
+
+    def parameters(self, place: Place) -> list[ParameterSpec]:
+        """The parameters there, in the order in which the built layer holds them."""
+        ...
+
+    def build(self, place: Place) -> Layer:
+        """The layer there, its parameters of any value, on the device that torch has as default."""
+        ...
 
 
 class ModelSpec(Protocol):

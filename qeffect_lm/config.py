@@ -4,9 +4,10 @@
     config.optim.lr                      # 0.001
     print(config.dump_yaml())            # the resolved configuration, which load_config reads back as equal
 
-Every field (:mod:`qeffect_lm.config_sections`) says what it means, in which unit, and whether it may change
-when a run resumes (``on_resume``: free, warn or refuse). Wrong input raises :class:`UsageError` that names
-the key, where it was written, what was given and what is expected. This module does not import torch.
+Every field (:mod:`qeffect_lm.config_sections`, :mod:`qeffect_lm.config_model`) says what it means, in which unit,
+and whether it may change when a run resumes (``on_resume``: free, warn or refuse). Wrong input raises
+:class:`UsageError` that names the key, where it was written, what was given and what is expected. This module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from qeffect_lm import config_help
 from qeffect_lm.config_check import cross_check, explain
 from qeffect_lm.config_help import KeyInfo, OnResume
+from qeffect_lm.config_model import ModelConfig
 from qeffect_lm.config_sections import (
     CheckpointConfig,
     ContractConfig,
@@ -30,7 +32,6 @@ from qeffect_lm.config_sections import (
     GraphsConfig,
     LaunchConfig,
     LoggingConfig,
-    ModelConfig,
     OptimConfig,
     ParallelConfig,
     PipelineConfig,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ValidationError
 
 from qeffect_lm import config_help
+from qeffect_lm.config_model import check_model
 from qeffect_lm.config_yaml import COMMAND_LINE, Layered
 from qeffect_lm.units import format_bytes, parse_bytes
 
@@ -35,7 +36,7 @@ OWN_LAG = ("zb-h1", "zb-h2", "zb-v", "dualpipev", "auto")
 def cross_check(config: Config) -> list[str]:
     """All contradictions between keys, each as one sentence with its remedy."""
     return [
-        *_check_model(config),
+        *check_model(config),
         *_check_fp8(config),
         *_check_backend(config),
         *_check_pipeline(config),
@@ -44,20 +45,6 @@ def cross_check(config: Config) -> list[str]:
         *_check_main_grads(config),
         *_check_train(config),
     ]
-
-
-def _check_model(config: Config) -> Iterator[str]:
-    model, tp = config.model, config.parallel.tp
-    if model.num_heads % model.num_kv_heads:
-        yield (
-            f"model.num_kv_heads {model.num_kv_heads} does not divide model.num_heads {model.num_heads}: "
-            "each key/value head serves the same number of query heads"
-        )
-    if model.head_dim % 2:
-        yield f"model.head_dim {model.head_dim} is odd: RoPE turns pairs of features, so make it even"
-    for name in ("num_heads", "num_kv_heads", "ffn_size", "vocab_size"):
-        if getattr(model, name) % tp:
-            yield f"model.{name} {getattr(model, name)} is not divisible by parallel.tp {tp}"
 
 
 def _check_fp8(config: Config) -> Iterator[str]:

@@ -1,11 +1,10 @@
-"""The sections of the configuration: every key with type, bounds, default, unit, meaning and resume rule."""
+"""The sections of the configuration but the model's: every key with type, bounds, default, unit, meaning and resume rule."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from qeffect_lm.config_help import OnResume
 
@@ -49,66 +48,6 @@ class RunConfig(Section):
         "Where tensors live and work runs; auto: the GPU of the local rank if torch sees one, else the CPU.",
         on_resume="warn",
     )
-
-
-class ModelConfig(Section):
-    """the decoder"""
-
-    family: str = _key("llama", "Model family, as registered in models/.", on_resume="refuse", min_length=1)
-    backend: Literal["native", "te"] = _key(
-        "native",
-        "Who runs the decoder layers. native: torch and the framework's own kernels. te: Transformer Engine, on a GPU, in "
-        "bfloat16 (docs/transformer-engine.md). Parameters, names and checkpoints are the same.",
-        on_resume="warn",
-    )
-    vocab_size: int = _key(
-        ..., "Size of the vocabulary; must equal the tokenizer's.", on_resume="refuse", unit="tokens", ge=1
-    )
-    hidden_size: int = _key(..., "Width of the residual stream.", on_resume="refuse", unit="features", ge=1)
-    num_layers: int = _key(..., "Number of decoder layers over all stages.", on_resume="refuse", ge=1)
-    num_heads: int = _key(..., "Number of query heads.", on_resume="refuse", unit="heads", ge=1)
-    num_kv_heads: int = _key(
-        ...,
-        "Number of key/value heads (grouped-query attention); divides num_heads.",
-        on_resume="refuse",
-        unit="heads",
-        ge=1,
-    )
-    head_dim: int = _key(
-        None,
-        "Width of one head; null: hidden_size / num_heads. Even, because RoPE turns pairs.",
-        on_resume="refuse",
-        unit="features",
-        ge=1,
-    )
-    ffn_size: int = _key(..., "Inner width of the SwiGLU MLP.", on_resume="refuse", unit="features", ge=1)
-    rope_theta: float = _key(10000.0, "Base of the RoPE frequencies.", on_resume="refuse", gt=0)
-    norm_eps: float = _key(1e-5, "Added to the mean square inside RMSNorm.", on_resume="refuse", gt=0)
-    dropout: float = _key(
-        0.0, "Probability of dropping a feature of a residual branch.", on_resume="warn", ge=0, lt=1
-    )
-    init_std: float = _key(
-        0.02, "Standard deviation of fresh weights; read at the first start only.", on_resume="free", gt=0
-    )
-    tie_word_embeddings: bool = _key(
-        False, "The head's weight is the embedding's (docs/gradients.md).", on_resume="refuse"
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_head_dim(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping) or data.get("head_dim") is not None:
-            return data
-        hidden, heads = data.get("hidden_size"), data.get("num_heads")
-        filled = {k: v for k, v in data.items() if k != "head_dim"}
-        if isinstance(hidden, int) and isinstance(heads, int) and hidden > 0 and heads > 0:
-            if hidden % heads:
-                raise ValueError(
-                    f"model.hidden_size {hidden} is not divisible by model.num_heads {heads}: "
-                    "change one of them or set model.head_dim"
-                )
-            filled["head_dim"] = hidden // heads
-        return filled
 
 
 class FP8Config(Section):

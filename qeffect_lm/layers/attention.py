@@ -19,7 +19,7 @@ from qeffect_lm.layers.base import Layer
 from qeffect_lm.layers.context import LayerContext
 from qeffect_lm.layers.linear import SplitLinear
 from qeffect_lm.layers.norm import RMSNorm
-from qeffect_lm.layers.rope import apply_rope, rope_tables
+from qeffect_lm.layers.rope import Rope, apply_rope, identity_tables
 
 if TYPE_CHECKING:
     from qeffect_lm.kernels.cudnn_attention import CudnnAttention
@@ -41,7 +41,14 @@ class KVCache:
 
 
 class Attention(Layer):
-    """``[batch, sequence, hidden]`` → same; ``qkv`` and ``out`` are split linears given by the caller."""
+    """``[batch, sequence, hidden]`` → same; ``qkv`` and ``out`` are split linears given by the caller.
+
+    Args:
+        max_positions: length of the tables, the longest sequence; in training every sequence is so long.
+        rope: rotation of q and k; None: positions are the embedding's business.
+        window: a token sees itself and so many tokens less one before it; None: all before it.
+        q_norm, k_norm: RMSNorm over ``head_dim`` of every head, before the rotation.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -56,25 +63,33 @@ class Attention(Layer):
         kv_heads: int,
         head_dim: int,
         max_positions: int,
-        rope_theta: float,
+        rope: Rope | None,
+        window: int | None = None,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(name)
         self.qkv, self.out = qkv, out
+        self.q_norm, self.k_norm = q_norm, k_norm
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        cos, sin = rope_tables(max_positions, head_dim, rope_theta, dtype)
+        self.rope, self.window, self._regime = rope, window, 0 if rope is None else rope.regime(max_positions)
+        if rope is None:
+            cos, sin = identity_tables(max_positions, head_dim, dtype)
+        else:
+            cos, sin = rope.tables(range(max_positions), max_positions, dtype)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self.library: CudnnAttention | None = None  # a GPU's attention, bound at assembly (bind_attention)
 
     def forward(
-        self, x: torch.Tensor, context: LayerContext, norm: RMSNorm | None = None, *, residual: bool = False
+        self, x: torch.Tensor, context: LayerContext, norm: Layer | None = None, *, residual: bool = False
     ) -> torch.Tensor:
         """``norm``, if given, comes first; with ``residual`` ``x`` is added to the result."""
         start = 0 if context.cache is None else context.cache.seen
         if start + x.shape[1] > self.cos.shape[0]:
             raise ValueError(f"{self.name}: position {start + x.shape[1]} is past the table of {self.cos.shape[0]}")
-        if context.cache is None and all(part.fuses(x, context) and part.bias is None for part in (self.qkv, self.out)):
+        if self._one_node(x, context, norm):
             from qeffect_lm.layers.fused import FusedAttention
 
             fused: torch.Tensor = FusedAttention.apply(x, self, norm, context, residual)
@@ -82,13 +97,43 @@ class Attention(Layer):
         y = self._separate(x, context, norm, start)
         return x + y if residual else y
 
-    def _separate(self, x: torch.Tensor, context: LayerContext, norm: RMSNorm | None, start: int) -> torch.Tensor:
+    def _one_node(self, x: torch.Tensor, context: LayerContext, norm: Layer | None) -> bool:
+        """Whether one node does it all: FP8 kernels with nothing in between that they do not have."""
+        plain = context.cache is None and self.q_norm is None and not self._windowed(x.shape[1])
+        parts = self.qkv, self.out
+        plain = plain and (norm is None or isinstance(norm, RMSNorm)) and all(part.bias is None for part in parts)
+        return plain and all(part.fuses(x, context) for part in parts)
+
+    def _windowed(self, total: int) -> bool:
+        """Whether the window hides anything from ``total`` tokens."""
+        return self.window is not None and total > self.window
+
+    def tables(self, start: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of ``sequence`` tokens from position ``start`` on; frequencies are those of all tokens so far."""
+        total = start + sequence
+        if self.rope is None or self.rope.regime(total) == self._regime:
+            return self.cos[start:total], self.sin[start:total]
+        cos, sin = self.rope.tables(range(start, total), total, self.cos.dtype)
+        return cos.to(self.cos.device), sin.to(self.cos.device)
+
+    def normed(self, fused: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        """The fused projection ``[batch, sequence, kv_heads, group + 2, head_dim]`` with q and k normalised."""
+        if self.q_norm is None or self.k_norm is None:
+            return fused
+        q, k, v = fused.split([fused.shape[3] - 2, 1, 1], dim=3)
+        return torch.cat([self.q_norm(q, context), self.k_norm(k, context), v], dim=3)
+
+    def _separate(self, x: torch.Tensor, context: LayerContext, norm: Layer | None, start: int) -> torch.Tensor:
         """Each part a node of its own."""
-        batch, sequence, _ = x.shape
+        return self._attended(self.qkv(x, context, norm), context, start)
+
+    def _attended(self, projected: torch.Tensor, context: LayerContext, start: int) -> torch.Tensor:
+        """What follows the projection."""
+        batch, sequence, _ = projected.shape
         group = self.heads // self.kv_heads
-        fused = self.qkv(x, context, norm).view(batch, sequence, self.kv_heads, group + 2, self.head_dim)
-        if kernels.usable(fused) and context.cache is None:
-            cos, sin = self.cos[:sequence], self.sin[:sequence]
+        fused = self.normed(projected.view(batch, sequence, self.kv_heads, group + 2, self.head_dim), context)
+        cos, sin = self.tables(start, sequence)
+        if kernels.usable(fused) and context.cache is None and not self._windowed(sequence):
             if self.library is not None and self.library.takes(fused):
                 y = _RotatedAttention.apply(fused, cos, sin, self.library)
             else:
@@ -97,11 +142,11 @@ class Attention(Layer):
         q = fused[:, :, :, :group].reshape(batch, sequence, self.heads, self.head_dim).transpose(1, 2)
         k = fused[:, :, :, group].transpose(1, 2)
         v = fused[:, :, :, group + 1].transpose(1, 2)
-        cos, sin = self.cos[start : start + sequence], self.sin[start : start + sequence]
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        if self.rope is not None:
+            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         if context.cache is not None:
             k, v = context.cache.extend(self.name, k, v)
-        y = self._attend(q, self._repeat(k, group), self._repeat(v, group), causal=start == 0)
+        y = self._attend(q, self._repeat(k, group), self._repeat(v, group))
         return self.out(y.transpose(1, 2).reshape(batch, sequence, self.heads * self.head_dim), context)
 
     @staticmethod
@@ -113,13 +158,19 @@ class Attention(Layer):
         wide = x[:, :, None].expand(batch, kv_heads, group, sequence, head_dim)
         return wide.reshape(batch, kv_heads * group, sequence, head_dim)
 
-    @staticmethod
-    def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-        mask = None
-        if not causal and q.shape[2] > 1:  # later tokens of a cached sequence, several at a time
-            past = k.shape[2] - q.shape[2]
-            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(past)
-        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal and q.shape[2] > 1)
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """The queries are the last of the ``k.shape[2]`` tokens seen so far."""
+        sequence, total = q.shape[2], k.shape[2]
+        windowed = self._windowed(total)
+        if not windowed and sequence in (1, total):
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=sequence > 1)
+        query = torch.arange(total - sequence, total, device=q.device)[:, None]
+        key = torch.arange(total, device=q.device)[None]
+        mask = key <= query
+        if windowed:
+            assert self.window is not None
+            mask = mask & (key > query - self.window)
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 class RotatedHeads(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Token embedding: a scatter producer, finished in I, straight into its main gradient."""
+"""Token embedding, a scatter producer, and learned positions: finished in I, straight into their main gradients."""
 
 from __future__ import annotations
 
@@ -40,6 +40,40 @@ class _Embedding(torch.autograd.Function):
             beta = ctx.context.active_scope().write_grad(layer.weight_name)
             scatter_(layer.grad_view(), ctx.tokens.reshape(-1), dy.reshape(-1, dy.shape[-1]), beta)
         return torch.zeros_like(ctx.context.anchor), None, None, None
+
+
+class LearnedPositions(DirectGradLayer):
+    """``x + weight[positions]``: ``[batch, sequence, hidden]`` → same, as in GPT-2. A sequence starts at position 0."""
+
+    def __init__(self, name: str, positions: int, hidden: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(name)
+        self.weight = nn.Parameter(torch.zeros(positions, hidden, dtype=dtype))
+
+    def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        start = 0 if context.cache is None else context.cache.seen
+        if start + x.shape[1] > self.weight.shape[0]:
+            raise ValueError(f"{self.name}: position {start + x.shape[1]} is past the table of {self.weight.shape[0]}")
+        added: torch.Tensor = _Positions.apply(x, start, self, context)
+        return added
+
+
+class _Positions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, start: int, layer: LearnedPositions, context: LayerContext) -> torch.Tensor:
+        ctx.layer, ctx.context = layer, context
+        return x + layer.weight.detach()[start : start + x.shape[1]]
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        layer: LearnedPositions = ctx.layer
+        if ctx.context.training and layer.weight.requires_grad:
+            beta = ctx.context.active_scope().write_grad(layer.weight_name)
+            view, rows = layer.grad_view(), dy.shape[1]
+            total = dy.to(torch.promote_types(dy.dtype, torch.float32)).sum(dim=0)
+            if not beta:
+                view[rows:].zero_()  # positions that no sequence reaches
+            view[:rows].copy_(total + view[:rows] if beta else total)
+        return dy, None, None, None
 
 
 def scatter_(out: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, beta: int) -> None:

@@ -22,7 +22,7 @@ from qeffect_lm.layers.context import LayerContext
 
 if TYPE_CHECKING:
     from qeffect_lm.layers.attention import Attention
-    from qeffect_lm.layers.mlp import SwiGLU
+    from qeffect_lm.layers.mlp import GatedMLP
     from qeffect_lm.layers.norm import RMSNorm
 
 
@@ -109,7 +109,7 @@ class FusedMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, mlp: SwiGLU, rms: RMSNorm | None, context: LayerContext, residual: bool
+        ctx: Any, x: torch.Tensor, mlp: GatedMLP, rms: RMSNorm | None, context: LayerContext, residual: bool
     ) -> torch.Tensor:
         flat = x.reshape(-1, mlp.gate_up.in_features).contiguous()
         quantiser = _first_quantiser(rms)
@@ -150,7 +150,7 @@ class FusedAttention(torch.autograd.Function):
         quantiser = _first_quantiser(rms)
         fused = attention.qkv.product(flat, context, quantiser)
         fused = fused.view(batch, sequence, attention.kv_heads, attention.heads // attention.kv_heads + 2, attention.head_dim)
-        cos, sin = attention.cos[:sequence], attention.sin[:sequence]
+        cos, sin = attention.tables(0, sequence)
         rope.rotate_(fused, cos, sin)
         y, saved = sdpa.forward(fused, attention.library)
         result = attention.out.product(y.reshape(batch * sequence, -1), context, residual=flat if residual else None)

@@ -20,7 +20,7 @@ from qeffect_lm import kernels
 from qeffect_lm.fp8.gemm import accumulate_mm, accumulate_scaled_mm, mm, scaled_mm
 from qeffect_lm.fp8.quantise import Quantised, quantise
 from qeffect_lm.fp8.recipes import Quantiser, Recipe
-from qeffect_lm.layers.base import SplitLayer
+from qeffect_lm.layers.base import Layer, SplitLayer
 from qeffect_lm.layers.context import LayerContext, Phase
 from qeffect_lm.layers.norm import RMSNorm
 
@@ -74,11 +74,11 @@ class SplitLinear(SplitLayer):
         """Whether W of several microbatches can be one product: their operands are in FP8 with one scale."""
         return self.recipe is not None and self.recipe.scales_first and self.weight.requires_grad
 
-    def forward(self, x: torch.Tensor, context: LayerContext, norm: RMSNorm | None = None) -> torch.Tensor:
-        """``[..., in]`` → ``[..., out]``. ``norm`` comes before the product; the kernel that quantises applies it."""
+    def forward(self, x: torch.Tensor, context: LayerContext, norm: Layer | None = None) -> torch.Tensor:
+        """``[..., in]`` → ``[..., out]``. ``norm`` comes before the product; the kernel that quantises applies an RMSNorm."""
         if norm is None:
             y: torch.Tensor = _SplitLinear.apply(x, self, context)
-        elif self.fuses(x, context):
+        elif isinstance(norm, RMSNorm) and self.fuses(x, context):
             y = _NormedLinear.apply(x, norm, self, context)
         else:
             y = _SplitLinear.apply(norm(x, context), self, context)

@@ -1,14 +1,15 @@
-"""RMSNorm (Zhang and Sennrich 2019); its weight is a cheap parameter, finished in I straight into its main gradient."""
+"""RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016); their parameters are cheap: finished in I."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.nn.functional as functional
 from torch import nn
 
 from qeffect_lm import kernels
-from qeffect_lm.layers.base import DirectGradLayer
+from qeffect_lm.layers.base import DirectGradLayer, Layer
 from qeffect_lm.layers.context import LayerContext
 
 
@@ -46,6 +47,22 @@ class RMSNorm(DirectGradLayer):
         from qeffect_lm.kernels import norm
 
         return norm.backward(x, self.weight, rstd, dy, residual, self.grad_place(context))
+
+
+class LayerNorm(Layer):
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dimension; statistics in float32 or wider.
+
+    Torch's own operator and gradients. No kernel that quantises has it in it: a linear's input is made first.
+    """
+
+    def __init__(self, name: str, size: int, eps: float = 1e-5, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(name)
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(size, dtype=dtype))
+
+    def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

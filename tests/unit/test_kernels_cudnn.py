@@ -236,7 +236,7 @@ def test_newer_packages_load(gpu, monkeypatch):
 
 
 def test_binding_reaches_every_attention():
-    sizes = {"heads": 2, "kv_heads": 1, "head_dim": 4, "max_positions": 4, "rope_theta": 1.0}
+    sizes = {"heads": 2, "kv_heads": 1, "head_dim": 4, "max_positions": 4, "rope": None}
     made = [Attention(str(n), torch.nn.Identity(), torch.nn.Identity(), **sizes) for n in range(2)]
     assert made[0].library is None
     library = object()

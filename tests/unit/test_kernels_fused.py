@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.decoder import Decoder, DecoderBlock
+from models.decoder import DecoderBlock
 from qeffect_lm.contract.ledger import Scope
 from qeffect_lm.fp8.recipes import CurrentScaling, DelayedScaling
 from qeffect_lm.layers.base import Layer
 from qeffect_lm.layers.context import LayerContext, Phase
 from qeffect_lm.layers.linear import SplitLinear
+from tests.decoders import llama_decoder
 from tests.unit.interpreted import DEVICE, kernels_run, reference  # noqa: F401
 from tests.unit.layer_harness import Harness, Microbatch, random
 
@@ -19,7 +20,7 @@ TOKENS, HIDDEN = 16, 32  # W sums over tokens, and a GPU's FP8 products need mul
 
 
 def harness_of(recipe=None, *, dtype: torch.dtype = torch.bfloat16, kv_heads: int = 2) -> Harness:
-    decoder = Decoder(
+    decoder = llama_decoder(
         vocab_size=8, hidden_size=HIDDEN, num_layers=1, num_heads=4, num_kv_heads=kv_heads, head_dim=16, ffn_size=48,
         max_positions=TOKENS, dtype=dtype, recipe=recipe,
     )  # fmt: skip

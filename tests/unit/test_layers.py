@@ -17,7 +17,7 @@ from qeffect_lm.layers.context import LayerContext, Phase
 from qeffect_lm.layers.embedding import Embedding
 from qeffect_lm.layers.linear import SplitLinear, WeightGradOperands
 from qeffect_lm.layers.loss import CrossEntropyLoss
-from qeffect_lm.layers.mlp import SwiGLU
+from qeffect_lm.layers.mlp import GatedMLP
 from qeffect_lm.layers.norm import RMSNorm
 from tests.unit.layer_harness import SEEDED, Harness, Microbatch, check, close, pairs, random
 
@@ -292,7 +292,7 @@ class Activation(Layer):
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
         eye = _Identity("identity")
-        return SwiGLU("mlp", eye, eye)(x, context)  # type: ignore[arg-type]
+        return GatedMLP("mlp", eye, eye)(x, context)  # type: ignore[arg-type]
 
 
 class _Identity(Layer):
@@ -315,7 +315,7 @@ def test_swiglu_activation(dtype):
 
 def test_swiglu():
     gate_up, down = (SplitLinear(f"mlp.{n}", i, o, dtype=torch.float64) for n, i, o in (("gate_up", 4, 10), ("down", 5, 4)))
-    harness = Harness(SwiGLU("mlp", gate_up, down))
+    harness = Harness(GatedMLP("mlp", gate_up, down))
     harness.fill(11)
 
     def reference(p, x):

@@ -17,9 +17,9 @@ from qeffect_lm.layers.attention import Attention, KVCache
 from qeffect_lm.layers.context import LayerContext, Phase
 from qeffect_lm.layers.dropout import KeyedDropout, host_key, keyed_uniform_bits
 from qeffect_lm.layers.linear import SplitLinear
-from qeffect_lm.layers.mlp import SwiGLU
+from qeffect_lm.layers.mlp import GatedMLP
 from qeffect_lm.layers.norm import RMSNorm
-from qeffect_lm.layers.rope import apply_rope, rope_tables
+from qeffect_lm.layers.rope import Rope, apply_rope, rope_tables
 from tests.unit.layer_harness import Harness, check, close, pairs, plain_attention, random
 
 
@@ -53,7 +53,7 @@ def attention(heads: int, kv_heads: int, head_dim: int, hidden: int, **kwargs) -
         "kv_heads": kv_heads,
         "head_dim": head_dim,
         "max_positions": 16,
-        "rope_theta": 100.0,
+        "rope": Rope(head_dim, 100.0),
     }
     return Attention("attention", qkv, out, **sizes, **kwargs)
 
@@ -130,7 +130,7 @@ def test_generation_with_cache_equals_full_forward(pieces):
         layer = attention(4, 2, 4, width)
         layer.name = f"{at}.attention"
         layer.qkv.name, layer.out.name = f"{at}.attention.qkv", f"{at}.attention.out"
-        mlp = SwiGLU(
+        mlp = GatedMLP(
             f"{at}.mlp",
             SplitLinear(f"{at}.mlp.gate_up", width, 24, dtype=torch.float64),
             SplitLinear(f"{at}.mlp.down", 12, width, dtype=torch.float64),

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import build_model
-from models.decoder import Decoder
 from models.spec import layer_range
 from qeffect_lm.app.assemble import assemble
 from qeffect_lm.errors import UsageError
@@ -23,13 +22,14 @@ from qeffect_lm.layers.context import LayerContext, Phase
 from qeffect_lm.layers.dropout import KeyedDropout
 from qeffect_lm.layers.linear import SplitLinear
 from qeffect_lm.runtime.init import initialise_
+from tests.decoders import llama_decoder
 from tests.tiny import config, differing, local_plan
 from tests.unit.layer_harness import Harness, plain_attention
 
 LAYERS = 5
 
 
-def decoder(**overrides) -> Decoder:
+def decoder(**overrides):
     sizes = {
         "vocab_size": 11,
         "hidden_size": 8,
@@ -41,7 +41,7 @@ def decoder(**overrides) -> Decoder:
         "max_positions": 7,
         "dtype": torch.float64,
     }
-    return Decoder(**{**sizes, **overrides})
+    return llama_decoder(**{**sizes, **overrides})
 
 
 SPLITS = [(5,), (3, 2), (1, 4), (2, 2, 1), (0, 5), (5, 0), (2, 0, 3), (0, 0, 5, 0), (1, 1, 1, 1, 1)]

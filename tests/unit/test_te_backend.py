@@ -25,7 +25,7 @@ from qeffect_lm.layers import te
 from qeffect_lm.layers.attention import Attention
 from qeffect_lm.layers.base import named_parameters, split_layers
 from qeffect_lm.layers.context import LayerContext, Phase
-from qeffect_lm.layers.rope import apply_rope
+from qeffect_lm.layers.rope import Rope, apply_rope
 from qeffect_lm.layers.te import block as te_block
 from qeffect_lm.layers.te import library as te_library
 from qeffect_lm.layers.te.weight_grad import DelayedProduct, take
@@ -192,7 +192,7 @@ def test_both_backends_have_the_same_parameters_and_weight_gradients():
 def test_rotated_heads_turn_as_the_native_attention_does(dtype):
     """q, k and v of the fused projection in Transformer Engine's layout, against the native layer's, back as well."""
     heads = {"heads": 4, "kv_heads": 2, "head_dim": 8}
-    attention = Attention("a", None, None, **heads, max_positions=16, rope_theta=1e4, dtype=dtype)  # type: ignore[arg-type]
+    attention = Attention("a", None, None, **heads, max_positions=16, rope=Rope(8, 1e4), dtype=dtype)  # type: ignore[arg-type]
     fused = torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
     q, k, v = te_block.rotated_heads(attention, fused)
     assert (q.shape, k.shape, v.shape) == ((2, 6, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8))

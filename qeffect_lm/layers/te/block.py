@@ -21,7 +21,7 @@ from qeffect_lm.layers.attention import Attention
 from qeffect_lm.layers.base import Layer
 from qeffect_lm.layers.context import LayerContext, Phase
 from qeffect_lm.layers.linear import SplitLinear
-from qeffect_lm.layers.mlp import SwiGLU
+from qeffect_lm.layers.mlp import GatedMLP
 from qeffect_lm.layers.norm import RMSNorm
 from qeffect_lm.layers.rope import apply_rope
 from qeffect_lm.layers.te.modules import CoreAttention, Products, Setting, norm_linear, norm_mlp, plain_linear
@@ -36,7 +36,7 @@ class NativeBlock(Protocol):
     attention_norm: RMSNorm
     attention: Attention
     mlp_norm: RMSNorm
-    mlp: SwiGLU
+    mlp: GatedMLP
     attention_dropout: Any
     mlp_dropout: Any
 
@@ -112,7 +112,7 @@ def rotated_heads(attention: Attention, fused: torch.Tensor) -> tuple[torch.Tens
     if sequence > attention.cos.shape[0]:
         raise ValueError(f"{attention.name}: position {sequence} is past the table of {attention.cos.shape[0]}")
     fused = fused.view(batch, sequence, attention.kv_heads, group + 2, d)
-    cos, sin = attention.cos[:sequence], attention.sin[:sequence]
+    cos, sin = attention.tables(0, sequence)
     if kernels.usable(fused):
         from qeffect_lm.layers.attention import RotatedHeads
 
