@@ -38,7 +38,7 @@ def find_family(name: str) -> Family:
     installed = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name in installed:
         return _called(name, installed[name].load)
-    known = ", ".join([*FAMILIES, *installed])
+    known = ", ".join([*FAMILIES, *sorted(installed.keys() - FAMILIES.keys())])
     raise UsageError(f"model.family is {name!r}; the families are {known}, or module:function for one of your own")
 
 
