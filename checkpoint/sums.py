@@ -65,7 +65,7 @@ class Summer:
         mine = [item for item in items if owns(item, coords)]
         lanes = [self._lanes(item.tensor, item.start) for item in mine]
         large = [lane for pair in lanes for lane in pair if isinstance(lane, torch.Tensor)]
-        read = iter(torch.stack(large).tolist() if large else ())  # one wait for the device
+        read = iter(torch.stack(large).tolist() if large else ())  # one wait for the GPU, of which a rank has one
         found: dict[str, TensorSum] = {}
         for item, pair in zip(mine, lanes, strict=True):
             values = tuple((next(read) if isinstance(lane, torch.Tensor) else lane) & MASK for lane in pair)
@@ -80,21 +80,22 @@ class Summer:
 
     @torch.no_grad()
     def _lanes(self, tensor: torch.Tensor, start: Sequence[int]) -> Sequence[torch.Tensor | int]:
-        """Numbers, or 0-dim int64 tensors on the tensor's device."""
+        """Numbers, or of large tensors on a GPU 0-dim int64 tensors there."""
         bits = as_integers(tensor)
         if bits.dim() == 0:
             bits, start = bits[None], (0,)
         places = [(d, first, size) for d, (first, size) in enumerate(zip(start, bits.shape, strict=True))]
         if bits.numel() > SMALL:
-            return _contract(bits, [[self._on(bits.device, lane, *place) for place in places] for lane in range(LANES)])
+            found = _contract(bits, [[self._on(bits.device, lane, *place) for place in places] for lane in range(LANES)])
+            return found if bits.is_cuda else [int(lane) for lane in found]
         numbers = bits.cpu().numpy().astype(np.int64).view(np.uint64)
-        found = []
+        sums = []
         for lane in range(LANES):
             total = numbers
             for place in reversed(places):
                 total = (total * self._of_places(lane, *place)).sum(-1, dtype=np.uint64)
-            found.append(int(total))
-        return found
+            sums.append(int(total))
+        return sums
 
     def _of_places(self, lane: int, dimension: int, start: int, size: int) -> np.ndarray:
         """The weights of indices ``start … start + size`` along a dimension."""

@@ -1,4 +1,4 @@
-"""Saves in the background on a real GPU: copies on a stream of their own, beside captured steps.
+"""Saves in the background on a real GPU: copies on a stream of their own, beside captured steps; sums of the state.
 
     python -m pytest -q tests/gpu/test_saving_gpu.py
 """
@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoint import sums
+from checkpoint.sums import Summer
+from qeffect_lm.state import LogicalTensor, Role
 from tools.proofs.killed import Job, Runs, compare_runs
 
 pytestmark = pytest.mark.gpu
@@ -31,3 +34,13 @@ def test_saved_beside_training_as_saved_at_once(pp: int, scope: str, tmp_path: P
     for what in ("requested", "staged", "durable"):
         assert [one["step"] for one in events if one["event"] == what] == list(range(1, STEPS + 1))
     assert not (tmp_path / "at-once" / "checkpoints.jsonl").exists()
+
+
+def test_sums_on_a_gpu_are_those_on_the_host():
+    """Of large and small tensors, taken together, generators in host memory among them."""
+    generator = torch.Generator().manual_seed(0)
+    host = {f"t{n}": torch.randn(n, generator=generator) for n in (1, 7, sums.SMALL, sums.SMALL + 1, 3 * sums.ON_DEVICE)}
+    here = [LogicalTensor.whole(name, tensor, Role.MASTER) for name, tensor in host.items()]
+    there = [LogicalTensor.whole(name, tensor.cuda(), Role.MASTER) for name, tensor in host.items()]
+    rng = LogicalTensor.whole("rng/0/cpu", torch.get_rng_state(), Role.RNG)
+    assert Summer().own([*there, rng], {}) == Summer().own([*here, rng], {})

@@ -106,3 +106,10 @@ def test_of_a_checkpoint(tmp_path):
     for readers in (1, 2, 5):
         assert state_digest(merge(of_checkpoint(checkpoint, share, readers) for share in range(readers))) == wanted
     assert whole("x", torch.zeros(0, 3)).tensor.numel() == 0 and "history/empty" in merge(live)
+
+
+@pytest.mark.parametrize("elements", [sums.SMALL, sums.SMALL + 1])
+def test_sums_of_host_memory_wait_for_no_device(elements):
+    """A rank on a GPU has generators in host memory beside its tensors there: those alone are read from the device together."""
+    lanes = Summer()._lanes(torch.arange(elements, dtype=torch.uint8), (0,))
+    assert len(lanes) == sums.LANES and all(type(lane) is int for lane in lanes)
