@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -58,7 +60,12 @@ def _imported(name: str) -> Family:
         raise UsageError(f"model.family {name!r}: module:function is needed, such as my_family:build")
 
     def load() -> Any:
-        found = importlib.import_module(module)
+        here = str(Path.cwd())  # a console script does not have it on its path
+        sys.path.append(here)
+        try:
+            found = importlib.import_module(module)
+        finally:
+            sys.path.remove(here)
         if not hasattr(found, function):
             where = getattr(found, "__file__", None) or module
             raise UsageError(f"model.family {name!r}: {where} has no {function}")
@@ -74,8 +81,7 @@ def _called(name: str, load: Callable[[], Any]) -> Family:
         raise
     except ModuleNotFoundError as error:
         missing = f"there is no module {error.name!r}" if error.name else str(error)
-        remedy = "start where its file is, or set PYTHONPATH to its folder"
-        raise UsageError(f"model.family {name!r}: {missing}; {remedy}") from error
+        raise UsageError(f"model.family {name!r}: {missing} in this folder or on PYTHONPATH") from error
     except Exception as error:  # whatever a user's file raises while it is imported
         raise UsageError(f"model.family {name!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(found):

@@ -152,7 +152,7 @@ def test_a_function_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for family, words in (
         ("mine_ok:nothing", "mine_ok.py has no nothing"),
         ("mine_ok:number", "is a int, not a function of"),
-        ("mine_absent:build", "there is no module 'mine_absent'; start where its file is, or set PYTHONPATH"),
+        ("mine_absent:build", "there is no module 'mine_absent' in this folder or on PYTHONPATH"),
         ("mine_broken:build", "there is no module 'nothing_of_the_kind'"),
         ("mine_raises:build", "cannot be imported: ZeroDivisionError: division by zero"),
         ("mine_other:build", "gave a str without hidden_size: a family gives a models.decoder.Decoder"),
