@@ -2,7 +2,7 @@
 
 A run writes ``replay/step_00000100.json`` beside its checkpoints once it has run step 101, and ``tools.replay`` compares.
 Tensors are told by sums over their logical places (:mod:`checkpoint.sums`), so a record says nothing about the layout that made
-it but where it does so by name: fingerprints and generators, which belong to ranks, and batches, which belong to replicas.
+it but where it does so by name: fingerprints and generators, which belong to ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StepRecord:
         layout: axis → size of the mesh.
         plan, graphs: fingerprint of the plan, and of each rank's plan and graphs.
         numbers: loss, grad_norm, lr, skipped, reason, tokens.
-        data: each replica's inputs, targets, loss mask and random keys.
+        data: inputs, targets, loss mask and random key of each microbatch, by its place over all replicas.
         gradients: main gradients as the step left them.
         state: all logical tensors after the step. ``generators``: those of each rank.
         contract: epochs and versions after the step. ``cursor``: of the data after the step.
@@ -150,12 +150,11 @@ def compare_records(saved: StepRecord, now: StepRecord, changed: Sequence[str] =
     """Part by part, causes before effects.
 
     ``changed``: configuration keys that were changed on purpose; plan and graphs are then not compared, nor, on another layout,
-    what belongs to ranks or replicas.
+    what belongs to ranks.
     """
-    same_layout, same_replicas = saved.layout == now.layout, saved.layout.get("dp") == now.layout.get("dp")
+    same_layout = saved.layout == now.layout
     on_purpose = f"{', '.join(changed)} changed" if changed else None
     ranks = None if same_layout else "belongs to ranks, and the layout is another"
-    replicas = None if same_replicas else "belongs to replicas, and their number is another"
 
     def part(name: str, a: Mapping[str, Any], b: Mapping[str, Any], why_not: str | None = None) -> Part:
         return Part(name, 0, (), why_not) if why_not else Part(name, len(a.keys() | b.keys()), differing(a, b))
@@ -167,7 +166,7 @@ def compare_records(saved: StepRecord, now: StepRecord, changed: Sequence[str] =
         part("plan", {"plan": saved.plan}, {"plan": now.plan}, on_purpose or ranks),
         part("graphs", graphs(saved), graphs(now), on_purpose or ranks),
         part("state at the save", shared(saved.before, same_layout), shared(now.before, same_layout)),
-        part("data", saved.data, now.data, replicas),
+        part("data", saved.data, now.data),
         part("numbers", saved.numbers, now.numbers),
         part("gradients", saved.gradients, now.gradients),
         part("state", saved.state, now.state),

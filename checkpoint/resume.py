@@ -4,13 +4,13 @@
          → capture (transaction) → generators last → compare digests with the manifest
 
 Names, shapes, dtypes and hashes are checked before the first write. On the layout of the save everything is compared,
-generators and graph fingerprints included; on another one the logical state is, and each rank's generators start from their
-seed.
+generators and graph fingerprints included; on another one the logical state is, rank by rank and as a whole, and each rank's
+generators start from their seed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from checkpoint.load import load_into
 from checkpoint.manifest import library_versions
 from checkpoint.reader import Checkpoint
 from checkpoint.shards import as_integers
+from checkpoint.sums import Summer, TensorSum, merge, of_checkpoint, state_digest
 from qeffect_lm.contract.errors import ResumeError
 from qeffect_lm.contract.ledger import Ledger
 from qeffect_lm.graphs.document import first_difference
@@ -111,6 +112,7 @@ def restore(
     layout: dict[str, int],
     changed: Sequence[str] = (),
     accept_new_graphs: bool = False,
+    say: Callable[[str], object] = lambda _: None,
 ) -> str | None:
     """Bring ``target`` and ``cursor`` to the checkpoint's state and capture; collective over ``comm``.
 
@@ -120,6 +122,7 @@ def restore(
         changed: configuration keys that changed since the save and may change the graphs (a learning-rate table, say): then
             graphs are captured anew and not compared.
         accept_new_graphs: go on from graphs that differ from the saved ones.
+        say: told on rank 0 that the logical state came to another layout whole.
 
     Returns: what to tell about the graphs (not compared, or accepted), or None.
 
@@ -146,6 +149,9 @@ def restore(
     _raise_first(_compare(checkpoint, items, "is in memory after the restore"), comm)
     reasons = [*changed]
     if not same_layout:
+        told = prove(checkpoint, items, comm, coords)
+        if comm.rank == 0:
+            say(f"{told}, now on {_words(layout)}, saved on {_words(checkpoint.meta.get('layout') or {})}")
         reasons.append("parallel layout")
     if reasons:
         return f"graphs captured anew, since these changed: {', '.join(reasons)}"
@@ -153,6 +159,46 @@ def restore(
     if fault is not None and not accept_new_graphs:
         raise GraphsDifferError(f"{fault}. To go on with the new graphs, and perhaps other roundings, add --accept-new-graphs")
     return None if fault is None else f"accepted: {fault}"
+
+
+def prove(checkpoint: Checkpoint, items: Sequence[LogicalTensor], comm: Communicator, coords: dict[str, int]) -> str:
+    """All ranks' pieces of the logical state together against the files: the same bits in the same logical places, each once.
+
+    The ranks share the reading. Sums are linear (:mod:`checkpoint.sums`), so nobody needs another one's bytes.
+
+    Args:
+        items: what this rank holds, without generators.
+
+    Returns: a line with the digest of the logical state, which is the same in every layout.
+
+    Raises:
+        ResumeError: names the first tensor that is not the same.
+    """
+    fault: str | None = None
+    on_disk: dict[str, TensorSum] = {}
+    try:
+        on_disk = of_checkpoint(checkpoint, comm.rank, comm.world)
+    except CheckpointError as error:  # this rank's alone: told to all below
+        fault = str(error)
+    gathered = comm.gather((Summer().own(items, coords), on_disk))
+    _raise_first(fault, comm)
+    line = None
+    if gathered is not None:
+        live, saved = merge(rank[0] for rank in gathered), merge(rank[1] for rank in gathered)
+        for name in {**live, **saved}:
+            one = saved.get(name)
+            if name not in live and one is not None and checkpoint.entry(name).role is Role.STATISTIC:
+                del saved[name]  # of a guard that is off now
+            elif live.get(name) != one:
+                fault = f"tensor {name!r} of all ranks together is not what {checkpoint.path} holds of it"
+                break
+        line = f"logical state of {len(live)} tensors equal to the checkpoint's, digest {state_digest(live)}"
+    _raise_first(fault, comm)
+    return str(comm.broadcast(line))
+
+
+def _words(layout: Mapping[str, int]) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in layout.items() if size > 1) or "one rank"
 
 
 def _restore_versions(checkpoint: Checkpoint, ledger: Ledger) -> str | None:

@@ -34,15 +34,24 @@ class StepBuffers:
     Attributes:
         inputs: ``[m, b, s]`` int64 where the rank holds the first chunk, else None.
         targets, loss_mask: ``[m, b, s]`` int64 and float32 where it holds the last, else None.
-        keys: ``[m]`` int64, the random key of every microbatch.
+        keys: ``[m]`` int64, the random key of every microbatch: of its place in the step over all replicas, so that the same
+            samples draw the same numbers whatever the number of replicas.
         divisor: 0-dim, the step's number of valid tokens.
     """
 
     def __init__(
-        self, shape: tuple[int, int, int], divisor: torch.Tensor, *, first: bool, last: bool, seed: int, dp_rank: int
+        self,
+        shape: tuple[int, int, int],
+        divisor: torch.Tensor,
+        *,
+        first: bool,
+        last: bool,
+        seed: int,
+        replica: int,
+        replicas: int,
     ) -> None:
         self.divisor, self.shape = divisor, shape
-        self._seed, self._dp_rank = seed, dp_rank
+        self._seed, self._replica, self._replicas = seed, replica, replicas
 
         def made(dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=divisor.device)
@@ -65,7 +74,8 @@ class StepBuffers:
                     f"a step of {found} {'tokens' if name == 'inputs' else name} (microbatches, sequences, length), the plan "
                     f"and its buffers are made for {list(self.shape)}"
                 )
-        keys = [host_key(self._seed, step, microbatch, self._dp_rank) for microbatch in range(self.shape[0])]
+        places = (microbatch * self._replicas + self._replica for microbatch in range(self.shape[0]))
+        keys = [host_key(self._seed, step, place) for place in places]
         self._stage(self.keys, torch.tensor(keys, dtype=torch.int64))
         for mine, given in ((self.inputs, batch.inputs), (self.targets, batch.targets), (self.loss_mask, batch.loss_mask)):
             if mine is not None:

@@ -155,8 +155,9 @@ class PipelineConfig(Section):
     )
     microbatches: int = _key(
         4,
-        "Microbatches per optimizer step and data-parallel replica.",
-        on_resume="refuse",
+        "Microbatches per optimizer step and data-parallel replica. On another number of replicas the same batch needs another "
+        "number: microbatches x parallel.dp is what counts (docs/resharding.md).",
+        on_resume="warn",
         unit="microbatches",
         ge=1,
     )

@@ -19,6 +19,7 @@ from typing import Any
 
 from checkpoint import Checkpoint, CheckpointError, open_checkpoint, resolve
 from checkpoint.scales import ScaleRow, scale_rows
+from checkpoint.sums import of_checkpoint, state_digest
 from qeffect_lm.errors import UsageError
 from qeffect_lm.state import Role
 from qeffect_lm.units import format_bytes
@@ -77,6 +78,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
         draw([(row.layer, row.kind, row.history, row.headroom) for row in rows], picture, title=_title(checkpoint))
     about = overview(checkpoint)
+    if arguments.digest:
+        about["state_digest"] = state_digest(of_checkpoint(checkpoint))
     if arguments.json:
         print(json.dumps(json_plain({**about, "scales": [row.document() for row in rows]}), indent=1))
     else:
@@ -210,6 +213,7 @@ def head(about: dict[str, Any]) -> list[str]:
         say("plan", f"{plan['schedule']}, {microbatches} microbatches, {where}, fingerprint {fingerprint}")
     prints = about["graph_fingerprints"] or []
     say("graphs", ", ".join(_short(one) for one in prints) + (" (one per rank)" if len(prints) > 1 else "") if prints else None)
+    say("digest", about.get("state_digest"))
     timeline = about["contract"]
     if timeline is not None:
         epochs = ", ".join(f"{direction} {epoch}" for direction, epoch in timeline["epochs"].items())
@@ -298,6 +302,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("path", metavar="PATH", type=Path, help="a step_… folder, the folder above it, or a run's folder")
     parser.add_argument("--json", action="store_true", help="print everything as JSON, histories included")
+    parser.add_argument("--digest", action="store_true", help="also the digest of the logical state, the same in every layout")
     parser.add_argument("--layer", metavar="GLOB", default="*", help="only scales of these layers, such as 'layers.3.*'")
     parser.add_argument("--picture", metavar="FILE", type=Path, help="draw the histories: .png, .svg, .pdf (needs matplotlib)")
     add_traceback(parser)

@@ -320,7 +320,8 @@ def assemble(
         first=any(stage.first for stage in stages.values()),
         last=any(stage.last for stage in stages.values()),
         seed=config.run.seed,
-        dp_rank=mesh.coord("dp"),
+        replica=mesh.coord("dp"),
+        replicas=mesh.size("dp"),
     )
     transport = None
     if plan.num_ranks > 1:

@@ -45,9 +45,7 @@ def measure(
     made_by: str = "run",
 ) -> StepRecord | None:
     """The record of step ``step`` (from 1), which has just run, on rank 0; collective. It reads and changes nothing."""
-    summer, replica = Summer(), f"dp {mesh.coord('dp')}"
-    data = {f"{replica} {name}": digest(getattr(batch, name)) for name in ("inputs", "targets", "loss_mask")}
-    data[f"{replica} random keys"] = digest(assembly.engine.inputs.keys)
+    summer, data = Summer(), data_of(assembly, mesh, batch)
     gradients = summer.own(assembly.flat.gradient_tensors(), mesh.coords)
     state = summer.own(saved_state(assembly, mesh.coords), mesh.coords)
     generators = {name for name in state if name.startswith(f"{Role.RNG.value}/")}
@@ -77,6 +75,16 @@ def measure(
     )
 
 
+def data_of(assembly: Assembly, mesh: Mesh, batch: StepBatch) -> dict[str, str]:
+    """SHA-256 of this replica's microbatches, each by its place in the step over all replicas, as keys and samples go by it."""
+    told: dict[str, str] = {}
+    for microbatch, key in enumerate(assembly.engine.inputs.keys.tolist()):
+        place = f"microbatch {microbatch * mesh.size('dp') + mesh.coord('dp')}"
+        told |= {f"{place} {name}": digest(getattr(batch, name)[microbatch]) for name in ("inputs", "targets", "loss_mask")}
+        told[f"{place} random key"] = str(key)
+    return told
+
+
 class Recorder:
     """Keeps the record of the step after each save of a run, and compares where an earlier life of it kept one."""
 
@@ -102,7 +110,7 @@ class Recorder:
         self._before = small_state(assembly, mesh, comm) if self._wanted else None
 
     def record(self, step: int, tokens: int, batch: StepBatch, result: Result) -> None:
-        """The step that follows a save has run; collective."""
+        """A step has run; collective where it follows a save, nothing else."""
         if self._before is None:
             return
         about: dict[str, Any] = {"step": step, "tokens": tokens, "batch": batch, "result": result}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from checkpoint import Checkpoint, CheckpointError, find_resumable, open_checkpoint, resolve, scan
 from checkpoint.comm import Communicator
@@ -72,7 +73,13 @@ def branch_of(config: Config, checkpoint: Checkpoint | None) -> str | None:
 
 
 def restore_run(
-    checkpoint: Checkpoint, assembly: Assembly, loader: StepLoader, comm: Communicator, mesh: Mesh, changed: list[str]
+    checkpoint: Checkpoint,
+    assembly: Assembly,
+    loader: StepLoader,
+    comm: Communicator,
+    mesh: Mesh,
+    changed: list[str],
+    say: Callable[[str], None],
 ) -> str | None:
     """Restore; a checkpoint that cannot be read or does not fit is named together with the one before it.
 
@@ -80,7 +87,7 @@ def restore_run(
     """
     accept = assembly.config.checkpoint.accept_new_graphs
     try:
-        return restore(checkpoint, assembly, loader, comm, mesh.coords, dict(mesh.sizes), changed, accept)
+        return restore(checkpoint, assembly, loader, comm, mesh.coords, dict(mesh.sizes), changed, accept, say)
     except GraphsDifferError:  # nothing is wrong with the checkpoint
         raise
     except (CheckpointError, ResumeError) as error:
@@ -103,7 +110,19 @@ def check_config(config: Config, checkpoint: Checkpoint, env: LaunchEnv, say: Ca
     if env.rank == 0:
         for change in changes:
             say(f"changed since the checkpoint: {change}" + (" (may change results)" if change.severity == "warn" else ""))
+        before, now = _step_samples(checkpoint.meta["config"]), _step_samples(config.to_dict())
+        if before != now:
+            say(
+                f"WARNING: a step takes {now} sequences now, {before} before: the same batch needs parallel.dp x "
+                f"pipeline.microbatches = {before // config.data.microbatch_size}"
+            )
     return [change.key for change in changes if change.severity == "warn"]
+
+
+def _step_samples(config: Mapping[str, Any]) -> int:
+    """Sequences of one optimizer step, of a configuration as plain data."""
+    replicas, microbatches = config["parallel"]["dp"], config["pipeline"]["microbatches"]
+    return int(replicas * microbatches * config["data"]["microbatch_size"])
 
 
 def plan_of(checkpoint: Checkpoint | None, mesh: Mesh, config: Config) -> Plan | None:

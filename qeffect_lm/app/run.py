@@ -227,7 +227,7 @@ def build(
     if checkpoint is None:
         assembly.prepare(peek())
     else:
-        note = restore_run(checkpoint, assembly, loader, comm, mesh, changed)
+        note = restore_run(checkpoint, assembly, loader, comm, mesh, changed, say)
         if note is not None and env.rank == 0:
             say(note)
         run.start, run.tokens = checkpoint.step, int(checkpoint.meta["tokens"])

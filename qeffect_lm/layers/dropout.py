@@ -1,5 +1,5 @@
-"""Keyed randomness: the mask is a function of (seed, step, microbatch, layer, role, DP rank, element), never of the order
-of execution, so dropout is equal across schedules, stages, capture and restart.
+"""Keyed randomness: the mask is a function of (seed, step, microbatch's place in the step over all replicas, layer, role,
+element), never of the order of execution, so dropout is equal across schedules, stages, replicas, capture and restart.
 
 The generator is counter-based (Salmon et al. 2011): element number and key go through SplitMix64's finaliser (Steele, Lea and
 Flood 2014). The key is a device tensor, so a captured graph draws a new mask at each replay.

@@ -49,7 +49,7 @@ class Parts:
         report: called with each step's metrics on every rank (the sinks live on rank 0).
         watch: called before a step whose metrics will be reported; what it returns is called after the step's host
             synchronisation and gives further metrics. Both on every rank.
-        record: called with ``(step, tokens, batch, result)`` after the step that follows a save or a restore.
+        record: called with ``(step, tokens, batch, result)`` after each step, on every rank.
     """
 
     next_batch: Callable[[], Any]
@@ -94,8 +94,7 @@ def train(config: Config, parts: Parts, start: int, tokens: int) -> Outcome:
         loss, skipped = float(result.loss), bool(result.skipped)  # the step's one host synchronisation
         seconds = time.monotonic() - began
         extra = measured() if measured is not None else {}
-        if saved == step - 1 and saved:  # a fresh start follows no save
-            parts.record(step, tokens, batch, result)
+        parts.record(step, tokens, batch, result)
         reason = int(result.reason) if skipped else 0
         if skipped:
             extra = {**extra, "skip_reason": reason_text(reason)}

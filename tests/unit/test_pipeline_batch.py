@@ -15,8 +15,8 @@ from tests.tiny import batch
 SHAPE = (3, 2, 8)
 
 
-def buffers(first: bool = True, last: bool = True, dp_rank: int = 0) -> StepBuffers:
-    return StepBuffers(SHAPE, torch.ones(()), first=first, last=last, seed=5, dp_rank=dp_rank)
+def buffers(first: bool = True, last: bool = True, replica: int = 0, replicas: int = 1) -> StepBuffers:
+    return StepBuffers(SHAPE, torch.ones(()), first=first, last=last, seed=5, replica=replica, replicas=replicas)
 
 
 def data(seed: int):
@@ -38,15 +38,19 @@ def test_each_step_is_written_into_the_same_storages():
         assert mine.divisor == given.tokens == 3 * 2 * 8 - 8
 
 
-def test_keys_differ_by_step_microbatch_and_replica():
-    keys = []
-    for replica in (0, 1):
-        mine = buffers(dp_rank=replica)
-        for step in (0, 1):
-            mine.load(step, data(0))
-            assert mine.keys.tolist() == [host_key(5, step, microbatch, replica) for microbatch in range(3)]
-            keys += mine.keys.tolist()
-    assert len(set(keys)) == 12
+def test_keys_differ_by_step_and_place():
+    """A microbatch has the key of its place in the step over all replicas, so that 1 and 2 and 3 replicas draw alike."""
+    keys: dict[int, dict[int, list[int]]] = {0: {}, 1: {}}
+    for replicas in (1, 2, 3):
+        for step, found in keys.items():
+            places: list[int] = [0] * (3 * replicas)
+            for replica in range(replicas):
+                mine = buffers(replica=replica, replicas=replicas)
+                mine.load(step, data(0))
+                places[replica::replicas] = mine.keys.tolist()
+            assert places == [host_key(5, step, place) for place in range(3 * replicas)]
+            found[replicas] = places
+    assert len({*keys[0][3], *keys[1][3]}) == 18 and keys[1][3][:6] == keys[1][2]
 
 
 @pytest.mark.parametrize(("first", "last"), [(True, False), (False, True), (False, False)])

@@ -12,6 +12,7 @@ import torch
 
 from checkpoint import SingleProcess, open_checkpoint, save_checkpoint
 from checkpoint.scales import ScaleRow, scale_rows
+from checkpoint.sums import of_checkpoint, state_digest
 from qeffect_lm.contract.timeline import ScaleTimeline
 from qeffect_lm.fp8.recipes import roles_of
 from qeffect_lm.runtime.scale_picture import draw
@@ -102,6 +103,9 @@ def test_the_tool_on_a_run(tmp_path, capsys):
     assert f"{row.scale:.4g}" in line and f"{row.latest:.4g}" in line and f"{row.headroom:.2f} bits" in line
     code, out, _ = run(capsys, path, "--json", "--layer", "layers.2.*")
     document = json.loads(out)
+    assert "state_digest" not in document
+    digest = json.loads(run(capsys, path, "--json", "--digest")[1])["state_digest"]
+    assert digest == state_digest(of_checkpoint(open_checkpoint(path))) and digest in run(capsys, path, "--digest")[1]
     assert code == 0 and {one["layer"] for one in document["scales"]} == {"layers.2.mlp.down"}
     assert len(document["scales"]) == 3 and len(document["scales"][0]["history"]) == 4
     assert document["weights"]["stale"] == [] and document["step"] == 9
