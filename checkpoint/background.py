@@ -90,13 +90,18 @@ class AsyncSaver:
         began = time.monotonic()
         self._notify(SaveEvent(REQUESTED, step))
         pending = self._pending
-        if pending is not None and pending.thread.is_alive():
+        if pending is not None and self.busy:
             self._notify(SaveEvent(WAITING, step, began - pending.requested, other=pending.step))
         self.wait()
         staged = self._staging.stage(tensors)
         thread = threading.Thread(target=lambda: self._run(mine, staged, write), name=f"checkpoint of step {step}", daemon=True)
         mine = self._pending = _Pending(step, began, thread)
         thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Something is being written."""
+        return self._pending is not None and self._pending.thread.is_alive()
 
     @property
     def failed(self) -> bool:
@@ -115,7 +120,7 @@ class AsyncSaver:
 
     def _run(self, pending: _Pending, staged: Staged, write: Callable[[list[LogicalTensor]], Path]) -> None:
         try:
-            staged.wait()
+            staged.complete()
             self._notify(SaveEvent(STAGED, pending.step, time.monotonic() - pending.requested, staged.nbytes))
             path = write(staged.tensors)
             self._notify(SaveEvent(DURABLE, pending.step, time.monotonic() - pending.requested, _size(path)))

@@ -6,41 +6,60 @@ the steady state allocates nothing.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
 from checkpoint.layout import CheckpointError
 from checkpoint.shards import as_integers
-from qeffect_lm.state import LogicalTensor
+from qeffect_lm.state import LogicalTensor, Role
 from qeffect_lm.units import format_bytes
+
+UNTIL_UPDATE = (Role.PARAM, Role.MASTER, Role.MOMENT, Role.CACHED_WEIGHT)
+"""What nothing changes before the next optimizer step."""
 
 ALIGNMENT = 64  # bytes: each copy begins on a cache line, which suits any element size
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for the contexts of all devices
 
 
+class Copies(Protocol):
+    """Who orders copies and training (:class:`pipeline.saving.StateCopies`): contexts to launch copies in."""
+
+    def at_once(self) -> AbstractContextManager[object]:
+        """They come before whatever is launched later."""
+        ...
+
+    def until_update(self, done: Callable[[], object]) -> AbstractContextManager[object]:
+        """They come before the next optimizer step, which calls ``done`` first: it returns when they are made."""
+        ...
+
+
 @dataclass(frozen=True)
 class Staged:
-    """What :meth:`Staging.stage` returns: the same logical tensors over the copies, bytes copied, and what waits for them."""
+    """The same logical tensors over the copies, and the bytes copied.
+
+    ``complete`` has to be called once, by any thread: on a CPU it makes what is left of the copies, on a GPU it waits for them.
+    """
 
     tensors: list[LogicalTensor]
     nbytes: int
-    wait: Callable[[], None]
+    complete: Callable[[], None]
 
 
 class Staging:
     """A block of host memory for the copies of one save.
 
     Args:
-        copying: a context in which the copies are launched. On a GPU it has to make a stream current that runs after the work
-            that wrote the state, and to make later work wait for that stream (``Engine.copying_state``).
+        copies: orders copies and training. None: all copies are made at once, and nobody else orders them.
     """
 
-    def __init__(self, copying: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
-        self._copying = copying
+    def __init__(self, copies: Copies | None = None) -> None:
+        self._copies = copies
         self._block = torch.empty(0, dtype=torch.uint8)
 
     @property
@@ -68,25 +87,56 @@ class Staging:
         self._block = block
 
     def stage(self, tensors: Sequence[LogicalTensor]) -> Staged:
-        """Copy ``tensors``. On a CPU the copies are there on return; on a GPU they are once ``wait`` returns, and whatever is
-        launched from now on comes after them.
-
-        The copies before are overwritten: nobody may use them any more.
-        """
+        """Begin to copy ``tensors``. On return training may go on; the copies before are overwritten, nobody may use them
+        any more."""
         self.reserve(tensors)
-        copies, at, wait = [], 0, _nothing
-        with self._copying(), torch.no_grad():
-            for item in tensors:
-                source = item.tensor
-                copy = self._block[at : at + source.nbytes].view(source.dtype).view(source.shape)
-                as_integers(copy).copy_(as_integers(source), non_blocking=True)
-                copies.append(replace(item, tensor=copy))
-                at += _room(source)
-            if any(item.tensor.is_cuda for item in tensors):
-                done = torch.cuda.Event()
-                done.record()  # on the stream that copied
-                wait = done.synchronize
-        return Staged(copies, sum(item.tensor.nbytes for item in tensors), wait)
+        pairs, at = [], 0
+        for item in tensors:
+            source = item.tensor
+            pairs.append((source, self._block[at : at + source.nbytes].view(source.dtype).view(source.shape)))
+            at += _room(source)
+        made = [replace(item, tensor=copy) for item, (_, copy) in zip(tensors, pairs, strict=True)]
+        later = [self._copies is not None and item.role in UNTIL_UPDATE for item in tensors]
+        with nullcontext() if self._copies is None else self._copies.at_once():
+            event = _copy([pair for pair, wait in zip(pairs, later, strict=True) if not wait])
+        complete = _nothing if event is None else event.synchronize
+        if self._copies is not None and any(later):
+            complete = self._during_the_step([pair for pair, wait in zip(pairs, later, strict=True) if wait], self._copies)
+        return Staged(made, sum(item.tensor.nbytes for item in tensors), complete)
+
+    def _during_the_step(self, pairs: list[Pair], copies: Copies) -> Callable[[], None]:
+        """Copies that the next optimizer step waits for: a GPU makes them itself, on a CPU whoever completes them does."""
+        if any(source.is_cuda for source, _ in pairs):
+            with copies.until_update(_nothing):
+                event = _copy(pairs)
+            assert event is not None  # it comes after that of the copies made at once: they share a stream
+            return event.synchronize
+        copied = threading.Event()
+        with copies.until_update(copied.wait):
+            pass
+
+        def complete() -> None:
+            try:
+                _copy(pairs)
+            finally:
+                copied.set()  # whatever happened: the optimizer does not wait for ever
+
+        return complete
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # the live tensor, and the place of its copy
+
+
+def _copy(pairs: Sequence[Pair]) -> torch.cuda.Event | None:
+    """Copy bits; on a GPU returns an event after the copies, on the current stream."""
+    with torch.no_grad():
+        for source, copy in pairs:
+            as_integers(copy).copy_(as_integers(source), non_blocking=True)
+    if not any(source.is_cuda for source, _ in pairs):
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def _nothing() -> None:

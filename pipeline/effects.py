@@ -34,9 +34,6 @@ from qeffect_lm.contract.streams import Access
 from qeffect_lm.errors import UsageError
 
 READ, WRITE, MERGE = Access.READ, Access.WRITE, Access.MAX_MERGE
-_SAVED = "parameters", "optimizer", "caches", "scales_forward", "scales_backward", "amax_forward", "amax_backward"
-SAVED_STATE: BufferAccesses = tuple((name, READ) for name in _SAVED)
-"""What a checkpoint copies between two steps."""
 _SCALES = {"F": "forward", "I": "backward"}
 
 

@@ -25,11 +25,12 @@ import torch
 from pipeline.actions import Action, Kind
 from pipeline.batch import StepBuffers, StepInput
 from pipeline.captured import Captured, poison_, released_by
-from pipeline.effects import SAVED_STATE, effects_of, last_writers
+from pipeline.effects import effects_of, last_writers
 from pipeline.epochs import check_commits, commits_before
 from pipeline.p2p import Pending, Transport
 from pipeline.plan import GraphKey, Plan
-from pipeline.program import COLLECTIVE, COMPUTE, SAVING
+from pipeline.program import COLLECTIVE, COMPUTE
+from pipeline.saving import StateCopies
 from pipeline.stage import MicrobatchSlot, Stage
 from pipeline.step_end import StepEnd, StepResult
 from qeffect_lm.contract.errors import StaleWeightError
@@ -96,6 +97,7 @@ class Engine:
         self._transport, self._poison = transport, poison
         self.compute_stream = compute_stream
         self.streams = RealStreams(ledger, device=self.divisor.device, create=True)
+        self.copies = StateCopies(self.streams, ledger, compute_stream)
         self.rank = mesh.coord("pp")
         self.actions = plan.actions[self.rank]
         self._slots = plan.slots[self.rank]
@@ -159,6 +161,7 @@ class Engine:
                 self._launch("DIVISOR")
                 self.inputs.load(step, batch)
                 if self.captured is not None and self.captured.step is not None:
+                    self.copies.before_update()
                     self.captured.step.replay(self)
                 else:
                     self.run_actions(self.actions)
@@ -215,17 +218,6 @@ class Engine:
                 yield
         finally:
             caller.wait_stream(real)
-
-    @contextmanager
-    def copying_state(self) -> Iterator[None]:
-        """Between steps: work that reads the saved state, on a stream of its own, after all work so far and before what
-        any step launches next."""
-        compute = self.compute_stream()
-        self._edge(compute, SAVING)
-        self.ledger.launch(SAVING, SAVED_STATE, "the copy for a checkpoint")
-        with self.streams.current(SAVING):
-            yield
-        self._edge(SAVING, compute)
 
     @contextmanager
     def rehearsal(self, across: Callable[[Callable[[], object]], object]) -> Iterator[None]:
@@ -494,6 +486,7 @@ class Engine:
         with self.streams.current(COLLECTIVE):
             self.across(self.end.gather_)
         self._edge(COLLECTIVE, self.compute_stream())
+        self.copies.before_update()
         self._launch("STEP")
         self.updating = True
         self._run_end("optimizer_step", self.end.optimizer_step_)

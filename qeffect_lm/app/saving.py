@@ -21,7 +21,6 @@ from qeffect_lm.app.assemble import Assembly
 from qeffect_lm.config import Config
 from qeffect_lm.errors import QEffectError
 from qeffect_lm.parallel.mesh import Mesh
-from qeffect_lm.runtime.metrics import Value
 from qeffect_lm.state import LogicalTensor
 
 log = logging.getLogger(__name__)
@@ -40,13 +39,14 @@ class Saver:
     def __init__(self, config: Config, assembly: Assembly, mesh: Mesh, comm: Communicator, leads: bool) -> None:
         self._config, self._assembly, self._mesh, self._comm, self._leads = config, assembly, mesh, comm, leads
         self._lock = threading.Lock()
-        self._news: dict[str, Value] = {}
+        self._news: dict[str, float] = {}
+        self._waited = 0.0  # of the copies' time, what is told already
         self.say: Callable[[str], object] = lambda _: None
         self._saver: AsyncSaver | None = None
         if config.checkpoint.async_save:
             # A group of its own: what the writing thread sends must not meet the loop's messages.
             self._background = comm if comm.world == 1 else GroupCommunicator(dist.new_group(backend="gloo"))
-            staging = Staging(assembly.engine.copying_state)
+            staging = Staging(assembly.engine.copies)
             staging.reserve(saved_state(assembly, mesh.coords))
             self._saver = AsyncSaver(staging, self._on_event)
 
@@ -107,16 +107,20 @@ class Saver:
         except QEffectError as error:
             log.error("%s", error)
 
-    def news(self) -> dict[str, Value]:
-        """What happened since the last call, for the next step's metrics: ``checkpoint_stall_ms`` (the loop's time) and, of
-        saves in the background, ``checkpoint_durable_ms`` (from the request on) and ``checkpoint_bytes``."""
+    def news(self) -> dict[str, float]:
+        """What happened since the last call, for the next step's metrics: ``checkpoint_stall_ms`` (the loop's time, its
+        optimizer's wait for copies included) and, of saves in the background, ``checkpoint_durable_ms`` (from the request on)
+        and ``checkpoint_bytes``."""
+        waited, self._waited = self._assembly.engine.copies.waited - self._waited, self._assembly.engine.copies.waited
+        if waited:
+            self._add("checkpoint_stall_ms", 1000 * waited)
         with self._lock:
             news, self._news = self._news, {}
         return news
 
     def _add(self, name: str, value: float) -> None:
         with self._lock:
-            self._news[name] = value
+            self._news[name] = self._news.get(name, 0) + value
 
     def _on_event(self, event: SaveEvent) -> None:
         if not self._leads:
