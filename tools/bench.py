@@ -15,6 +15,8 @@ plans      tools.plan on many ranks: each schedule generated, checked, lowered a
 capture    seconds to capture a stage of 32 layers of 4096, as a restart does, with graphs of actions and of the step (GPU only)
 checkpoint saving, loading and verifying a state beside plain writes and reads of the same disk: GB/s and memory (no GPU); with
            --parameters 1.3e9 that many instead, generated shard by shard, once: 14 bytes of disk for each
+saving     how long the loop stands still for a checkpoint in the background, beside one that is saved at once; with
+           --device cuda for a state on a GPU
 train      whole training steps of the presets bench-s and bench-m, measured and predicted bubble (GPUs only); with stages on
            several GPUs:  torchrun --nproc-per-node 2 -m tools.bench train --schedules 1f1b,zb-v
 
@@ -66,9 +68,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tune-shapes", metavar="LIST", help="of --tune: hidden:MLP:tokens (default: four of the benchmarks)")
     made.add_argument("--corpus", type=Path, default=Path("runs/demo-gpu/corpus/stdlib"), metavar="PREFIX", help="of curves")
     made.add_argument("--seeds", default="1,2,3", metavar="LIST", help="of curves (default: %(default)s)")
-    made.add_argument("--gib", type=float, default=2.0, metavar="N", help="of checkpoint: the state (default: %(default)s)")
-    made.add_argument("--dir", type=Path, default=Path("runs"), metavar="D", help="of checkpoint: on that disk (default: runs)")
-    made.add_argument("--rounds", type=int, default=5, metavar="N", help="of checkpoint (default: %(default)s)")
+    made.add_argument("--gib", type=float, default=2.0, metavar="N", help="of checkpoint, saving (default: %(default)s)")
+    made.add_argument("--dir", type=Path, default=Path("runs"), metavar="D", help="of checkpoint, saving (default: runs)")
+    made.add_argument("--rounds", type=int, default=5, metavar="N", help="of checkpoint, saving (default: %(default)s)")
+    made.add_argument(
+        "--forward", type=float, default=0.5, metavar="S", help="of saving: forward and backward (default: %(default)s)"
+    )
     made.add_argument("--parameters", type=float, metavar="N", help="of checkpoint: write, verify and read back that many once")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     add_traceback(made)
@@ -396,6 +401,36 @@ def checkpointing(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def saving(arguments: argparse.Namespace) -> int:
+    """How long the loop stands still for a checkpoint."""
+    if arguments.rounds < 1 or not 0 < arguments.gib < float("inf") or not 0 <= arguments.forward < float("inf"):
+        raise UsageError("--rounds and --gib: positive numbers; --forward: seconds")
+    from qeffect_lm.runtime.determinism import apply_before_torch, apply_to_torch
+
+    apply_before_torch(os.environ, threads=1)
+    apply_to_torch(threads=1)
+    import torch
+
+    from tools.benchmarks import saving as benchmark
+
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch sees no GPU here")
+    load = os.getloadavg()[0]
+    command = f"python -m tools.bench {' '.join(sys.argv[1:])}"
+    try:
+        arguments.dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="bench-saving-", dir=arguments.dir) as name:
+            size, device = int(arguments.gib * 2**30), arguments.device
+            found = benchmark.measure_stall(size, Path(name), arguments.rounds, device, arguments.forward, print)
+    except OSError as error:
+        raise UsageError(f"--dir {arguments.dir}: {error}") from error
+    print("\n" + benchmark.table(found))
+    where = torch.cuda.get_device_name() if arguments.device == "cuda" else f"CPU {platform.machine()}"
+    loads = {"load_average_before_and_after": [load, os.getloadavg()[0]]}
+    write({**header("saving", command, where), **loads, **found}, arguments.json)
+    return 0
+
+
 def write(report: dict[str, Any], path: Path | None) -> None:
     """The figures as JSON, if a file was named."""
     if path is not None:
@@ -491,6 +526,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "layers": layers,
     "placement": placement,
     "plans": plans,
+    "saving": saving,
     "train": training,
 }
 

@@ -172,9 +172,9 @@ def table(found: dict[str, Any]) -> str:
         f"state of {gb:.2f} GB on {found['device']}, its copy {found['copy_bytes'] / 1e9:.2f} GB of host memory; medians",
         f"synchronous save   {sync:8.3f} s  {gb / sync:6.2f} GB/s",
         f"in the background  {durable:8.3f} s until it is durable",
-        f"the loop's stall   {stall:8.3f} s, {found['ratio']:.2%} of a synchronous save (at most {found['target']:.0%} wanted), "
+        f"the loop's stall   {stall:8.3f} s, {found['ratio']:.2%} of a synchronous save (wanted: {found['target']:.0%}), "
         f"where forward and backward take {found['forward']:g} s",
-        f"                   {copy:8.3f} s, {found['copy_ratio']:.2%}, where they take no time (all copies, {gb / copy:.1f} GB/s)",
+        f"                   {copy:8.3f} s, {found['copy_ratio']:.2%}, where they take none (all copies, {gb / copy:.1f} GB/s)",
     ]
     if found["loop_step_writing"] is not None:
         slower = found["loop_step_writing"] / found["loop_step_quiet"] - 1
