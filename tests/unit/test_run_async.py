@@ -60,9 +60,9 @@ def test_the_same_checkpoints_and_three_events_of_each(folder: Path, capsys: pyt
     code, said = run_here(folder, "copied", ASYNC)
     assert code == 0 and "resumed at 4, ran 5…6 of 6" in said
     assert assert_same_run(folder, "whole", "copied") > 100
-    assert [(one["event"], one["step"]) for one in events_of(folder, "copied")] == [
-        (event, step) for step in (2, 4, 6, 6) for event in ("requested", "staged", "durable")
-    ]
+    for step, saves in ((2, 1), (4, 1), (6, 2)):
+        told = [one["event"] for one in events_of(folder, "copied") if one["step"] == step and one["event"] != "waiting"]
+        assert told == ["requested", "staged", "durable"] * saves
     lines = capsys.readouterr().out.splitlines()
     assert "checkpoint of step 2 requested" in lines
     assert any(line.startswith("checkpoint of step 6 durable: ") for line in lines)
