@@ -13,6 +13,7 @@ from pipeline.plan import Plan, make_plan
 from pipeline.schedules import Placement
 from qeffect_lm.app.assemble import Assembly, assemble
 from qeffect_lm.config import Config
+from qeffect_lm.layers.context import LayerContext, Phase
 from qeffect_lm.parallel.mesh import Mesh
 
 
@@ -109,6 +110,16 @@ def train(
         if between is not None:
             between(assembly, step)
     return run
+
+
+@torch.no_grad()
+def logits_of(assembly: Assembly, tokens: torch.Tensor) -> torch.Tensor:
+    """``[batch, sequence]`` → ``[batch, sequence, vocab]``, in evaluation, through all chunks of this process."""
+    context = LayerContext(Phase.EVAL, key=torch.zeros((), dtype=torch.int64))
+    x = tokens
+    for index in sorted(assembly.engine.stages):
+        x = assembly.engine.stages[index].chunk(x, context)
+    return x
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

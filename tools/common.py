@@ -26,6 +26,21 @@ def add_traceback(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
 
 
+def add_inference(parser: argparse.ArgumentParser) -> None:
+    """The options of the tools that run a checkpoint's model."""
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where to run (default: where the run did)")
+    parser.add_argument("--context", type=int, help="tokens of the longest sequence (default: the run's data.seq_len)")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer file (default: the run's data.tokenizer)")
+    parser.add_argument("--bos", action="store_true", help="put the tokenizer's begin-of-sequence token first")
+    parser.add_argument("--no-fp8", dest="fp8", action="store_false", help="run FP8 linears in the model's dtype")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: all cores); part of the last bits")
+
+
+def inference_threads(arguments: argparse.Namespace) -> int:
+    """CPU threads of a tool with :func:`add_inference`'s options."""
+    return arguments.threads if arguments.threads is not None else len(os.sched_getaffinity(0))
+
+
 def run_tool(body: Callable[[], int], show_traceback: bool) -> int:
     """Run a tool's body; an error becomes one line on stderr and its exit code."""
     try:

@@ -424,7 +424,7 @@ def show_results(folder: Path, entropy: float) -> None:
         print("sample:", flush=True)
         sample = [sys.executable, "-m", "tools.generate", str(train.absolute() / "checkpoints"), "--prompt", "def "]
         hidden = {"CUDA_VISIBLE_DEVICES": ""}  # one token at a time is no work for a GPU
-        subprocess.run([*sample, "--tokens", "80", "--seed", "1"], check=True, env={**_environment(), **hidden})
+        subprocess.run([*sample, "--max-new-tokens", "80", "--seed", "1"], check=True, env={**_environment(), **hidden})
     runs = sorted((train / "wandb").glob("offline-run-*"))
     print(f"\nloss plot:   {picture if picture.exists() else 'none (install matplotlib)'}")
     print(f"metrics:     {train / 'metrics.jsonl'}")

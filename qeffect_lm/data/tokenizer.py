@@ -11,6 +11,7 @@ API: https://github.com/google/sentencepiece (``SentencePieceTrainer``, ``Senten
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import io
 import json
@@ -151,12 +152,35 @@ class Tokenizer:
         """
         numbers = [int(i) for i in ids]
         for i in numbers:
-            if not 0 <= i < self.vocab_size:
-                raise UsageError(
-                    f"token id {i} is outside the vocabulary of {self.path} (0 to {self.vocab_size - 1})"
-                )
+            self._check_id(i)
         text: str = self._processor.decode(numbers)
         return text
+
+    def piece_bytes(self, token: int) -> bytes:
+        """The UTF-8 bytes that a token adds to a text that has begun already; none for begin and end ids.
+
+        Of the unknown id sentencepiece's own picture. (A dummy prefix matters at a text's very beginning only.)
+        """
+        self._check_id(token)
+        if self._processor.is_byte(token):
+            return bytes([int(self._processor.id_to_piece(token)[3:5], 16)])
+        if self._processor.is_control(token) or self._processor.is_unknown(token):
+            return self.decode([token]).encode()
+        piece: str = self._processor.id_to_piece(token)
+        return piece.replace(SPACE_SYMBOL, " ").encode()
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The ids that end a text."""
+        return () if self.eos_id < 0 else (self.eos_id,)
+
+    def decoder(self) -> PieceDecoder:
+        """Text of one continuation, token by token."""
+        return PieceDecoder(self)
+
+    def _check_id(self, token: int) -> None:
+        if not 0 <= token < self.vocab_size:
+            raise UsageError(f"token id {token} is outside the vocabulary of {self.path} (0 to {self.vocab_size - 1})")
 
     def _encode_around_space_symbols(self, text: str) -> list[int]:
         parts = self._processor.encode(text.split(SPACE_SYMBOL))
@@ -198,6 +222,22 @@ class Tokenizer:
                 "the two was changed or damaged; copy both again"
             )
         return record
+
+
+class PieceDecoder:
+    """Text from tokens as they come; a character of several byte pieces appears when it is whole."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._bytes_of = tokenizer.piece_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        """The text that ``token`` completes, perhaps none."""
+        return self._decoder.decode(self._bytes_of(token))
+
+    def finish(self) -> str:
+        """U+FFFD where a character was left incomplete."""
+        return self._decoder.decode(b"", final=True)
 
 
 def _settings_path(model_path: Path) -> Path:

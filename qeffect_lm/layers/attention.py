@@ -6,7 +6,7 @@ tensor-parallel slice of heads is a contiguous slice of rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,21 +25,6 @@ if TYPE_CHECKING:
     from qeffect_lm.kernels.cudnn_attention import CudnnAttention
 
 
-@dataclass
-class KVCache:
-    """Keys and values of the tokens seen so far in generation, per layer name; ``[batch, kv_heads, seen, head_dim]``."""
-
-    entries: dict[str, tuple[torch.Tensor, torch.Tensor]]
-    seen: int = 0
-
-    def extend(self, name: str, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if name in self.entries:
-            past_k, past_v = self.entries[name]
-            k, v = torch.cat([past_k, k], dim=2), torch.cat([past_v, v], dim=2)
-        self.entries[name] = (k, v)
-        return k, v
-
-
 class Attention(Layer):
     """``[batch, sequence, hidden]`` → same; ``qkv`` and ``out`` are split linears given by the caller.
 
@@ -52,6 +37,8 @@ class Attention(Layer):
 
     cos: torch.Tensor
     sin: torch.Tensor
+    cos_ends: torch.Tensor | None
+    sin_ends: torch.Tensor | None
 
     def __init__(
         self,
@@ -80,21 +67,22 @@ class Attention(Layer):
             cos, sin = rope.tables(range(max_positions), max_positions, dtype)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
+        self.register_buffer("cos_ends", None, persistent=False)
+        self.register_buffer("sin_ends", None, persistent=False)
         self.library: CudnnAttention | None = None  # a GPU's attention, bound at assembly (bind_attention)
 
     def forward(
         self, x: torch.Tensor, context: LayerContext, norm: Layer | None = None, *, residual: bool = False
     ) -> torch.Tensor:
         """``norm``, if given, comes first; with ``residual`` ``x`` is added to the result."""
-        start = 0 if context.cache is None else context.cache.seen
-        if start + x.shape[1] > self.cos.shape[0]:
-            raise ValueError(f"{self.name}: position {start + x.shape[1]} is past the table of {self.cos.shape[0]}")
+        if x.shape[1] > self.cos.shape[0]:
+            raise ValueError(f"{self.name}: position {x.shape[1]} is past the table of {self.cos.shape[0]}")
         if self._one_node(x, context, norm):
             from qeffect_lm.layers.fused import FusedAttention
 
             fused: torch.Tensor = FusedAttention.apply(x, self, norm, context, residual)
             return fused
-        y = self._separate(x, context, norm, start)
+        y = self._separate(x, context, norm)
         return x + y if residual else y
 
     def _one_node(self, x: torch.Tensor, context: LayerContext, norm: Layer | None) -> bool:
@@ -116,6 +104,27 @@ class Attention(Layer):
         cos, sin = self.rope.tables(range(start, total), total, self.cos.dtype)
         return cos.to(self.cos.device), sin.to(self.cos.device)
 
+    def step_tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of tokens at ``positions`` ``[rows, count]``, each ``[rows, 1, count, head_dim // 2]``; frequencies are
+        those of all tokens up to each."""
+        cos, sin = self.ends()
+        return cos[positions][:, None], sin[positions][:, None]
+
+    def ends(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row p of cos and sin with the frequencies of a sequence that ends there. Made at the first call, before a capture,
+        where these are not the tables themselves."""
+        size = self.cos.shape[0]
+        if self.rope is None or self.rope.regime(1) == self.rope.regime(size) == self._regime:
+            return self.cos, self.sin
+        if self.cos_ends is None or self.sin_ends is None:
+            rope, made = self.rope, []
+            for _, places in groupby(range(size), lambda position: rope.regime(position + 1)):
+                same = list(places)
+                made.append(rope.tables(range(same[0], same[-1] + 1), same[-1] + 1, self.cos.dtype))
+            cos, sin = (torch.cat(parts).to(self.cos.device) for parts in zip(*made, strict=True))
+            self.cos_ends, self.sin_ends = cos, sin
+        return self.cos_ends, self.sin_ends
+
     def normed(self, fused: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """The fused projection ``[batch, sequence, kv_heads, group + 2, head_dim]`` with q and k normalised."""
         if self.q_norm is None or self.k_norm is None:
@@ -123,31 +132,44 @@ class Attention(Layer):
         q, k, v = fused.split([fused.shape[3] - 2, 1, 1], dim=3)
         return torch.cat([self.q_norm(q, context), self.k_norm(k, context), v], dim=3)
 
-    def _separate(self, x: torch.Tensor, context: LayerContext, norm: Layer | None, start: int) -> torch.Tensor:
+    def _separate(self, x: torch.Tensor, context: LayerContext, norm: Layer | None) -> torch.Tensor:
         """Each part a node of its own."""
-        return self._attended(self.qkv(x, context, norm), context, start)
+        return self._attended(self.qkv(x, context, norm), context)
 
-    def _attended(self, projected: torch.Tensor, context: LayerContext, start: int) -> torch.Tensor:
+    def _attended(self, projected: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """What follows the projection."""
         batch, sequence, _ = projected.shape
         group = self.heads // self.kv_heads
         fused = self.normed(projected.view(batch, sequence, self.kv_heads, group + 2, self.head_dim), context)
-        cos, sin = self.tables(start, sequence)
-        if kernels.usable(fused) and context.cache is None and not self._windowed(sequence):
+        cache = context.cache
+        if kernels.usable(fused) and (cache is None or cache.fresh) and not self._windowed(sequence):
+            cos, sin = self.tables(0, sequence)
             if self.library is not None and self.library.takes(fused):
                 y = _RotatedAttention.apply(fused, cos, sin, self.library)
             else:
                 y = sdpa.attend(*RotatedHeads.apply(fused, cos, sin))
+            if cache is not None:
+                from qeffect_lm.kernels import rope
+
+                cache.extend(self.name, *rope.heads(fused.detach())[1:])  # they were rotated where they lie
             return self.out(y.reshape(batch, sequence, self.heads * self.head_dim), context)
         q = fused[:, :, :, :group].reshape(batch, sequence, self.heads, self.head_dim).transpose(1, 2)
         k = fused[:, :, :, group].transpose(1, 2)
         v = fused[:, :, :, group + 1].transpose(1, 2)
-        if self.rope is not None:
-            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        if context.cache is not None:
-            k, v = context.cache.extend(self.name, k, v)
-        y = self._attend(q, self._repeat(k, group), self._repeat(v, group))
+        if cache is None or cache.fresh:
+            q, k = self._rotated(q, k, *self.tables(0, sequence))
+            if cache is not None:
+                cache.extend(self.name, k, v)
+            y = self._attend(q, self._repeat(k, group), self._repeat(v, group))
+        else:
+            q, k = self._rotated(q, k, *self.step_tables(cache.positions))
+            y = self._attend_cached(q, *cache.extend(self.name, k, v), cache.mask(self.window))
         return self.out(y.transpose(1, 2).reshape(batch, sequence, self.heads * self.head_dim), context)
+
+    def _rotated(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return (q, k) if self.rope is None else (apply_rope(q, cos, sin), apply_rope(k, cos, sin))
 
     @staticmethod
     def _repeat(x: torch.Tensor, group: int) -> torch.Tensor:
@@ -159,18 +181,22 @@ class Attention(Layer):
         return wide.reshape(batch, kv_heads * group, sequence, head_dim)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """The queries are the last of the ``k.shape[2]`` tokens seen so far."""
-        sequence, total = q.shape[2], k.shape[2]
-        windowed = self._windowed(total)
-        if not windowed and sequence in (1, total):
+        sequence = q.shape[2]
+        if not self._windowed(sequence):
             return functional.scaled_dot_product_attention(q, k, v, is_causal=sequence > 1)
-        query = torch.arange(total - sequence, total, device=q.device)[:, None]
-        key = torch.arange(total, device=q.device)[None]
-        mask = key <= query
-        if windowed:
-            assert self.window is not None
-            mask = mask & (key > query - self.window)
+        assert self.window is not None
+        query = torch.arange(sequence, device=q.device)[:, None]
+        key = torch.arange(sequence, device=q.device)[None]
+        mask = (key <= query) & (key > query - self.window)
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    def _attend_cached(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """The queries of a KV head are rows of one matrix: no copy of the cache for each of them."""
+        batch, _, sequence, _ = q.shape
+        group = self.heads // self.kv_heads
+        rows = q.reshape(batch, self.kv_heads, group * sequence, self.head_dim)
+        mask = mask if sequence == 1 else mask.repeat(1, 1, group, 1)
+        return functional.scaled_dot_product_attention(rows, k, v, attn_mask=mask).view(q.shape)
 
 
 class RotatedHeads(torch.autograd.Function):
@@ -228,3 +254,15 @@ def bind_attention(module: nn.Module, library: CudnnAttention | None) -> None:
     for layer in module.modules():
         if isinstance(layer, Attention):
             layer.library = library
+
+
+def bind_step_tables(module: nn.Module) -> None:
+    """Before a capture of steps: give every attention of ``module`` its tables of single positions, equal ones once."""
+    made: dict[object, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+    for layer in module.modules():
+        if isinstance(layer, Attention):
+            key = layer.rope, layer.cos.shape[0], layer.cos.dtype
+            if key not in made:
+                layer.ends()
+                made[key] = layer.cos_ends, layer.sin_ends
+            layer.cos_ends, layer.sin_ends = made[key]

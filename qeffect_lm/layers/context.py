@@ -11,8 +11,8 @@ import torch
 if TYPE_CHECKING:
     from qeffect_lm.contract.ledger import Scope
     from qeffect_lm.fp8.quantise import Place
-    from qeffect_lm.layers.attention import KVCache
     from qeffect_lm.layers.joined import JoinedPlace
+    from qeffect_lm.layers.kv_cache import KVCache
 
 
 class Phase(StrEnum):
@@ -34,6 +34,7 @@ class LayerContext:
         targets: ``[batch, sequence]`` int64, on the last stage.
         loss_mask: ``[batch, sequence]`` float32, 0 where a target does not count.
         divisor: 0-dim float, the DP-global number of valid tokens of the step.
+        cache: keys and values of the sequences that this pass continues (generation).
         border: the stage's received buffers (input and output gradient), reused before W of the microbatch.
         joined: the W-slot's place among other microbatches' operands, where W of several is one product.
         again: I of this F will be taken once more (capture does, once per beta), so it must leave what F left.

@@ -43,28 +43,30 @@ class _Embedding(torch.autograd.Function):
 
 
 class LearnedPositions(DirectGradLayer):
-    """``x + weight[positions]``: ``[batch, sequence, hidden]`` → same, as in GPT-2. A sequence starts at position 0."""
+    """``x + weight[positions]``: ``[batch, sequence, hidden]`` → same, as in GPT-2. A sequence starts at position 0, or where a
+    cache says."""
 
     def __init__(self, name: str, positions: int, hidden: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(name)
         self.weight = nn.Parameter(torch.zeros(positions, hidden, dtype=dtype))
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        start = 0 if context.cache is None else context.cache.seen
-        if start + x.shape[1] > self.weight.shape[0]:
-            raise ValueError(f"{self.name}: position {start + x.shape[1]} is past the table of {self.weight.shape[0]}")
-        added: torch.Tensor = _Positions.apply(x, start, self, context)
+        if x.shape[1] > self.weight.shape[0]:
+            raise ValueError(f"{self.name}: position {x.shape[1]} is past the table of {self.weight.shape[0]}")
+        if context.cache is not None:
+            return x + self.weight.detach()[context.cache.positions]
+        added: torch.Tensor = _Positions.apply(x, self, context)
         return added
 
 
 class _Positions(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, start: int, layer: LearnedPositions, context: LayerContext) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, layer: LearnedPositions, context: LayerContext) -> torch.Tensor:
         ctx.layer, ctx.context = layer, context
-        return x + layer.weight.detach()[start : start + x.shape[1]]
+        return x + layer.weight.detach()[: x.shape[1]]
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         layer: LearnedPositions = ctx.layer
         if ctx.context.training and layer.weight.requires_grad:
             beta = ctx.context.active_scope().write_grad(layer.weight_name)
@@ -73,7 +75,7 @@ class _Positions(torch.autograd.Function):
             if not beta:
                 view[rows:].zero_()  # positions that no sequence reaches
             view[:rows].copy_(total + view[:rows] if beta else total)
-        return dy, None, None, None
+        return dy, None, None
 
 
 def scatter_(out: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, beta: int) -> None:

@@ -18,10 +18,9 @@ from checkpoint.hf import (
 )
 from models import build_model
 from qeffect_lm.app.assemble import assemble
-from qeffect_lm.app.generate import Generator
 from qeffect_lm.config import Config
 from qeffect_lm.errors import UsageError
-from tests.tiny import local_plan, same_bits
+from tests.tiny import local_plan, logits_of, same_bits
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -177,7 +176,7 @@ def test_tied_heads(tied, head, stages):
         assembly.flat.param(copy).copy_(assembly.flat.master("embedding.weight"))
     head_block = assembly.engine.stages[stages - 1].chunk.blocks[-1]
     assert same_bits(head_block.weight.detach(), theirs.get("lm_head.weight", theirs["model.embed_tokens.weight"]))
-    assert Generator(assembly).logits(torch.zeros(1, 4, dtype=torch.int64)).shape == (1, 4, 11)
+    assert logits_of(assembly, torch.zeros(1, 4, dtype=torch.int64)).shape == (1, 4, 11)
 
 
 # ---- config.json -------------------------------------------------------------------------------------------------

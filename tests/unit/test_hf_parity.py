@@ -7,10 +7,9 @@ import torch
 
 from checkpoint.hf import config_json, export_tensors, import_tensors, model_section
 from qeffect_lm.app.assemble import Assembly, assemble
-from qeffect_lm.app.generate import Generator
 from qeffect_lm.config import Config
 from tests.hf_models import CONTEXT, MODELS, VOCAB, make, tensors
-from tests.tiny import Batch, differing
+from tests.tiny import Batch, differing, logits_of
 
 BOUND = 1e-5
 MICROBATCHES, BATCH = 2, 2
@@ -82,12 +81,11 @@ def test_logits_and_gradients(name):
     model = make(name)
     assembly, section = imported(model)
     data, real = padded_batch()
-    generator = Generator(assembly)
     with torch.no_grad():
         for m in range(MICROBATCHES):
             want = their_logits(model, data.inputs[m], real[m])
             assert want.std() > 0.1, "logits worth comparing"
-            close(generator.logits(data.inputs[m])[real[m]], want[real[m]], "logits")
+            close(logits_of(assembly, data.inputs[m])[real[m]], want[real[m]], "logits")
 
     loss = their_loss(model, data, real)
     loss.backward()
@@ -116,11 +114,10 @@ def test_train_and_back(name):
     fresh.load_state_dict(export_tensors(section, after), strict=not model.config.tie_word_embeddings)
     fresh.tie_weights()
     data, real = padded_batch(9)
-    generator = Generator(assembly)
     with torch.no_grad():
         for m in range(MICROBATCHES):
             want = their_logits(fresh, data.inputs[m], real[m])
-            close(generator.logits(data.inputs[m])[real[m]], want[real[m]], "logits after training")
+            close(logits_of(assembly, data.inputs[m])[real[m]], want[real[m]], "logits after training")
             assert (want - their_logits(model, data.inputs[m], real[m])).abs().max() > 1e-2
 
 

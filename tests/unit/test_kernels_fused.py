@@ -122,7 +122,7 @@ class Half(Layer):
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
         if self.fused:
             return self.layer(x, context, self.norm, residual=self.residual)
-        return self.layer._separate(x, context, self.norm, 0)
+        return self.layer._separate(x, context, self.norm)
 
 
 def run_half(which: str, batch: int, kv_heads: int, **how: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], list]:

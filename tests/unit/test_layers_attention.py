@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from models.decoder import DecoderBlock
-from qeffect_lm.layers.attention import Attention, KVCache
+from qeffect_lm.layers.attention import Attention
 from qeffect_lm.layers.context import LayerContext, Phase
 from qeffect_lm.layers.dropout import KeyedDropout, host_key, keyed_uniform_bits
+from qeffect_lm.layers.kv_cache import KVCache
 from qeffect_lm.layers.linear import SplitLinear
 from qeffect_lm.layers.mlp import GatedMLP
 from qeffect_lm.layers.norm import RMSNorm
@@ -143,17 +144,55 @@ def test_generation_with_cache_equals_full_forward(pieces):
     @torch.no_grad()
     def forward(part: torch.Tensor, cache: KVCache | None) -> torch.Tensor:
         context = LayerContext(Phase.EVAL, key=torch.zeros((), dtype=torch.int64), cache=cache)
+        if cache is not None:
+            cache.begin(part.shape[1])
         for block in blocks:
             part = block(part, context)
         return part
 
-    cache, done = KVCache({}), []
+    cache, done = KVCache.empty(2, 14), []
+    cache.limit = 12
     for part in x.split(pieces, dim=1):
         done.append(forward(part, cache))
-        cache.seen += part.shape[1]
+        cache.lengths.add_(part.shape[1])
     close(torch.cat(done, dim=1), forward(x, None), factor=5)
     assert sorted(cache.entries) == ["layers.0.attention", "layers.1.attention"]
-    assert cache.entries["layers.1.attention"][0].shape == (2, 2, 12, 4)
+    keys, values = cache.entries["layers.1.attention"]
+    assert keys.shape == values.shape == (2, 14, 2, 4) and not bool(keys[:, 12:].any())
+
+
+def test_rows_of_a_cache_have_lengths_of_their_own():
+    """Sequences of 3 and 7 tokens begin with a pass of their own, then go on together: as each alone, and a row that is used
+    again knows nothing of the sequence before."""
+    layer = attention(4, 2, 4, 8)
+    Harness(layer).fill(31)
+    x = random(3, 12, 8, seed=32)
+    key = torch.zeros((), dtype=torch.int64)
+
+    @torch.no_grad()
+    def plain(part: torch.Tensor) -> torch.Tensor:
+        return layer(part, LayerContext(Phase.EVAL, key=key))
+
+    @torch.no_grad()
+    def on(cache: KVCache, part: torch.Tensor) -> torch.Tensor:
+        cache.begin(part.shape[1])
+        y = layer(part, LayerContext(Phase.EVAL, key=key, cache=cache))
+        cache.lengths.add_(part.shape[1])
+        return y
+
+    alone = [plain(x[i : i + 1]) for i in range(3)]
+
+    cache = KVCache.empty(2, 12)
+    for row, (sequence, begin) in enumerate(((0, 3), (1, 7))):
+        part = x[sequence : sequence + 1, :begin]
+        assert torch.equal(on(cache.fresh_row(row), part), plain(part)), "a first pass is one without a cache"
+    for step in range(4):
+        y = on(cache, torch.stack([x[0, 3 + step], x[1, 7 + step]])[:, None])
+        close(y, torch.stack([alone[0][0, 3 + step], alone[1][0, 7 + step]])[:, None], factor=5)
+    on(cache.fresh_row(0), x[2:, :2])
+    y = on(cache, torch.stack([x[2, 2], x[1, 11]])[:, None])
+    close(y, torch.stack([alone[2][0, 2], alone[1][0, 11]])[:, None], factor=5)
+    assert cache.lengths.tolist() == [3, 12]
 
 
 # ---- keyed dropout -----------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import torch.nn.functional as functional
 
 from models.parts import AttentionPart, EmbeddingPart, GatedMLPPart, PlainMLPPart
 from models.spec import Place
-from qeffect_lm.layers.attention import KVCache
 from qeffect_lm.layers.context import LayerContext, Phase
+from qeffect_lm.layers.kv_cache import KVCache
 from qeffect_lm.layers.norm import LayerNorm
 from qeffect_lm.layers.rope import Rope, RopeScaling, apply_rope
 from tests.unit.layer_harness import SEEDED, Harness, check, close, pairs, random
@@ -103,11 +103,12 @@ def test_generation_with_cache_equals_full_forward(variant, pieces):
     layer = AttentionPart(4, 2, 4, SEQUENCE, **VARIANTS[variant]).build(PLACE)
     Harness(layer).fill(4)
     x = random(2, SEQUENCE, WIDTH, seed=5)
-    cache, done = KVCache({}), []
+    cache, done = KVCache.empty(2, SEQUENCE), []
     with torch.no_grad():
         for piece in x.split(pieces, dim=1):
+            cache.begin(piece.shape[1])
             done.append(layer(piece, LayerContext(Phase.EVAL, key=KEY, cache=cache)))
-            cache.seen += piece.shape[1]
+            cache.lengths.add_(piece.shape[1])
         close(torch.cat(done, dim=1), layer(x, LayerContext(Phase.EVAL, key=KEY)), factor=5)
 
 

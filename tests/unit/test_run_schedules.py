@@ -9,7 +9,9 @@ import pytest
 from checkpoint import compare, step_name
 from qeffect_lm.app.assemble import assemble
 from qeffect_lm.app.dry_run import describe, memory_of
-from qeffect_lm.app.generate import Generator, Sampling, load_for_inference
+from qeffect_lm.app.inference import load_for_inference
+from qeffect_lm.inference.generator import Generator
+from qeffect_lm.inference.sampling import Sampling
 from qeffect_lm.parallel.mesh import Mesh
 from tests.runs import CONFIG, checkpoint_of, metrics_of, run_here, write_config
 from tests.tiny import config
@@ -49,10 +51,9 @@ def test_resumed_on_other_schedules(folder):
 def test_text_from_a_checkpoint_of_a_v(folder):
     """Generation runs the whole model on one process, whatever its chunks were."""
     assert run_here(folder, "text", *PLAIN, "pipeline.schedule=zb-v")[0] == 0
-    assembly, step = load_for_inference(folder / "text")
-    assert step == 6 and assembly.plan.num_ranks == assembly.plan.placement.num_chunks == 1
-    other, _ = load_for_inference(folder / "whole")
-    made = [list(Generator(one).stream([1, 2, 3], 6, Sampling(temperature=0))) for one in (assembly, other)]
+    loaded = [load_for_inference(folder / name) for name in ("text", "whole")]
+    assert loaded[0].checkpoint.step == 6 and len(loaded[0].model.blocks) == loaded[0].config.model.num_layers + 3
+    made = [list(Generator(one.model, Sampling(temperature=0)).run([[1, 2, 3]], 6)) for one in loaded]
     assert made[0] == made[1] and len(made[0]) == 6
 
 

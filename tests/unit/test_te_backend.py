@@ -506,12 +506,12 @@ def test_block_scaling_without_a_kernel_of_it_is_plain_maths():
 
 def test_generation_runs_the_native_block(faked):
     """A step of one token fits no FP8 product of Transformer Engine."""
-    from qeffect_lm.layers.attention import KVCache
+    from qeffect_lm.layers.kv_cache import KVCache
 
     assembly, stage = middle()
     block = stage.chunk.blocks[0]
-    context = LayerContext(Phase.EVAL, key=torch.zeros((), dtype=torch.int64), cache=KVCache({}))
-    x = torch.randn(1, 3, 32).bfloat16()
+    key, x = torch.zeros((), dtype=torch.int64), torch.randn(1, 3, 32).bfloat16()
+    contexts = [LayerContext(Phase.EVAL, key, cache=KVCache.empty(1, 4).fresh_row(0)) for _ in range(2)]
     with torch.no_grad():
-        assert torch.equal(block(x, context), block.native(x, LayerContext(Phase.EVAL, context.key, cache=KVCache({}))))
+        assert torch.equal(block(x, contexts[0]), block.native(x, contexts[1]))
     assert [layer.name for layer in split_layers(stage.chunk)][0] == "layers.2.mlp.down"

@@ -17,9 +17,11 @@ from pipeline.schedules import Placement
 from qeffect_lm.app.assemble import assemble
 from qeffect_lm.app.assemble import make_plan as configured_plan
 from qeffect_lm.app.dry_run import memory_of
-from qeffect_lm.app.generate import Generator, Sampling, load_for_inference
+from qeffect_lm.app.inference import load_for_inference
 from qeffect_lm.contract.errors import GradSlotError
 from qeffect_lm.errors import UsageError
+from qeffect_lm.inference.generator import Generator
+from qeffect_lm.inference.sampling import Sampling
 from qeffect_lm.layers.base import named_parameters
 from tests.runs import checkpoint_of, run_here, write_config
 from tests.tiny import assert_moved, batch, config, differing, local_plan, train
@@ -187,7 +189,8 @@ def test_a_run_and_its_checkpoints(tmp_path):
     assert not any("head" in name for name in compared.equal)
     with pytest.raises(UsageError, match="precision.main_grads"):
         run_here(tmp_path, "other", *options, f"checkpoint.resume={middle}", "precision.main_grads=float32")
-    assembly, _ = load_for_inference(tmp_path / "whole/checkpoints")
+    model = load_for_inference(tmp_path / "whole/checkpoints").model
     table = checkpoint_of(tmp_path, "whole").read("param/embedding.weight")
-    assert torch.equal(assembly.engine.stages[0].chunk.blocks[-1].weight, table)
-    assert len(list(Generator(assembly).stream([1, 2, 3], 5, Sampling()))) == 5
+    assert torch.equal(model.blocks[-1].weight, table)
+    assert model.blocks[-1].weight.data_ptr() == model.tensors["embedding.weight"].data_ptr(), "it is there once"
+    assert len(list(Generator(model, Sampling()).run([[1, 2, 3]], 5))) == 5

@@ -1,0 +1,1 @@
+"""Passes without gradients: generation, its text, and perplexity."""
