@@ -54,6 +54,15 @@ def test_keys_marked_warn_may_change(folder, change):
     assert checkpoint_of(folder, name).step == (9 if "train.steps" in change else 8)
 
 
+def test_another_batch_is_said_loudly(folder):
+    """Half the microbatches, on as many replicas: the step is another one, and the remedy has the right number."""
+    shutil.copytree(folder / "whole", folder / "half")
+    code, said = run_here(folder, "half", "train.steps=8", "pipeline.microbatches=2")
+    assert code == 0 and checkpoint_of(folder, "half").meta["data"]["next_sample"] == 6 * 8 + 2 * 4
+    (line,) = [line for line in said if line.startswith("WARNING")]
+    assert line.endswith("takes 4 sequences now, 8 before: the same batch needs parallel.dp x pipeline.microbatches = 4")
+
+
 def test_a_longer_run_equals_one_that_was_longer_from_the_start(folder):
     """Extending a run (flat learning rate): bitwise what a long run would have done."""
     flat = ["optim.min_lr_ratio=1", "optim.warmup_steps=0"]
