@@ -83,6 +83,14 @@ def test_a_sound_resume_repeats_the_step(folder, here, capsys):
     assert tool.main([str(at(folder, 4))]) == 0 and capsys.readouterr().out.rstrip().endswith("equal, bit for bit")
 
 
+def test_the_trace_of_a_run_is_left_alone(folder, here, capsys):
+    """Mode ``trace`` writes a file beside the run: a replay writes its own elsewhere."""
+    assert run_here(folder, "traced", "contract.mode=trace", "train.steps=3")[0] == 0
+    before = contents(folder / "traced")
+    assert any(name.endswith("trace.jsonl") for name in before)
+    assert run(capsys, at(folder, 2, "traced"))[0] == 0 and contents(folder / "traced") == before
+
+
 def test_another_schedule_repeats_it_too(folder, here, capsys):
     """Window ``step``: gradients and state do not depend on the plan; what was changed on purpose is not compared."""
     code, report, _ = run(capsys, at(folder, 2), "pipeline.schedule=zb-h1", "pipeline.w_delay=0")

@@ -61,7 +61,7 @@ def test_any_layout_to_any_other(checkpoints, model, first, second):
 
 
 @pytest.mark.long
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.sampled_from(sorted(MODELS)), layouts(), layouts())
 def test_any_layout_to_any_other_often(checkpoints, model, first, second):
     check(model, checkpoints, first, second)

@@ -150,7 +150,7 @@ def test_any_mesh_to_any_other(first, second, seed):
 
 
 @pytest.mark.long
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(meshes(), meshes(), st.integers(0, 99))
 def test_any_mesh_to_any_other_often(first, second, seed):
     check(first, second, seed)
