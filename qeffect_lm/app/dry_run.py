@@ -50,6 +50,7 @@ def describe(config: Config, gradients: bool = False) -> str:
         render(plan, width=98),
         "",
         memory_table(config, plan, specs, counts),
+        *staged_copies(config, plan, specs, counts),
         *coalesced_places(config, plan, counts),
         *bucket_tables(config, plan, specs, counts),
         *(gradient_tables(config, plan, specs, counts) if gradients else []),
@@ -98,6 +99,15 @@ def memory_table(config: Config, plan: Plan, specs: dict[str, ParameterSpec], co
         text = " ".join(f"{cell:>{width}.1f}" for cell, width in zip(cells, widths, strict=True))
         lines.append(f"{rank:>4} {text} {sum(cells):>9.1f}")
     return "\n".join(lines)
+
+
+def staged_copies(config: Config, plan: Plan, specs: dict[str, ParameterSpec], counts: list[int]) -> list[str]:
+    """With ``checkpoint.async_save``, what the copy of a rank's state takes of host memory at most (but for a few KiB)."""
+    if not config.checkpoint.async_save:
+        return []
+    numbers = [memory_of(config, plan, rank, specs, counts) for rank in range(plan.num_ranks)]
+    most = max(sum(one[key] for key in ("parameters", "optimizer", "caches")) for one in numbers)
+    return ["", f"saving in the background: up to {most / MIB:.1f} MiB of host memory for a rank's copy of its state"]
 
 
 def coalesced_places(config: Config, plan: Plan, counts: list[int]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 
 from checkpoint import CheckpointError, find_resumable, scan, step_name, writer
+from checkpoint.staging import Staging
+from qeffect_lm.app.dry_run import describe
 from qeffect_lm.app.main import main
 from qeffect_lm.app.run import Run, train_run
 from qeffect_lm.config import load_config
@@ -143,3 +146,20 @@ def test_what_is_being_written_is_finished_before_the_run_ends(folder: Path, mon
     monkeypatch.undo()
     assert run_here(folder, name, ASYNC)[0] == 0
     assert_same_run(folder, "whole", name)
+
+
+def test_the_dry_run_says_what_the_copy_takes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, reserve = [], Staging.reserve
+
+    def reserved(self: Staging, tensors: Any) -> None:
+        reserve(self, tensors)
+        sizes.append(self.nbytes)
+
+    monkeypatch.setattr(Staging, "reserve", reserved)
+    more = ["model.hidden_size=128", "train.steps=1"]
+    assert run_here(folder, "sized", ASYNC, *more)[0] == 0
+    pattern = r"saving in the background: up to ([\d.]+) MiB of host memory"
+    found = re.search(pattern, describe(load_config(folder / "tiny.yaml", overrides(folder, "sized", ASYNC, *more))))
+    assert found is not None and len(set(sizes)) == 1
+    assert sizes[0] < float(found[1]) * 2**20 < 1.2 * sizes[0]
+    assert re.search(pattern, describe(load_config(folder / "tiny.yaml", overrides(folder, "sized", *more)))) is None
