@@ -27,6 +27,10 @@ class FileOps:
         """Open a file for writing from its beginning, without a buffer of Python's own."""
         return open(path, "wb", buffering=0)
 
+    def reopen(self, path: Path) -> BinaryIO:
+        """Open a file that is there for more writing; what it holds stays."""
+        return open(path, "r+b", buffering=0)
+
     def write(self, file: BinaryIO, data: memoryview) -> int:
         """Write some of ``data``; returns how many bytes, possibly fewer than given."""
         return file.write(data)

@@ -48,6 +48,11 @@ def is_document(file: str) -> bool:
     return file.endswith(DOCUMENT)
 
 
+def is_companion(file: str) -> bool:
+    """True for a file that travels with the model as it is: configuration, tokenizer, licence."""
+    return not is_document(file) and not file.endswith(".safetensors")
+
+
 def temporary_name(step: int) -> str:
     """Where a save of ``step`` is assembled before its rename."""
     return TEMPORARY + step_name(step)

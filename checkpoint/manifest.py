@@ -31,7 +31,10 @@ Count = Annotated[int, Field(ge=0)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 # A plain name, no separators: a manifest cannot make us open a file elsewhere, or one of another kind.
 ShardName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors$")]
-FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|txt\.gz)$")]
+# A shard, a rank's document, or what travels with a model: its configuration, tokenizer and licence. Never a pickle.
+FileName = Annotated[
+    str, Field(pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|txt\.gz|json|jinja|model|txt|yaml)|LICENSE|NOTICE)$")
+]
 
 
 class _Part(BaseModel):
@@ -129,6 +132,8 @@ class Manifest(_Part):
     @model_validator(mode="after")
     def _slices_fill_files(self) -> Manifest:
         """Side by side and without gaps: so no byte of a file is unknown, and none counts twice."""
+        if MANIFEST in self.files:
+            raise ValueError(f"`files` lists {MANIFEST} itself")
         spans: dict[str, list[tuple[int, int, str]]] = {name: [] for name in self.files}
         for name, entry in self.tensors.items():
             for part in entry.slices:

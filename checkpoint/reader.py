@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from checkpoint.digests import Range, digests, fill, opened, sha256_of
-from checkpoint.layout import MANIFEST, Box, CheckpointError, describe, document_name, natural_key
+from checkpoint.layout import MANIFEST, Box, CheckpointError, describe, document_name, is_companion, natural_key
 from checkpoint.manifest import Manifest, SliceEntry, TensorEntry, read_manifest
 from checkpoint.shards import as_integers, host_bytes, read_block, torch_dtype
 
@@ -122,13 +122,21 @@ class Checkpoint:
 
     def read_document(self, file: str) -> str:
         """The text of a document's file. Raises :class:`CheckpointError` unless its bytes match their SHA-256."""
+        return gzip.decompress(self.read_file(file)).decode()
+
+    def companions(self) -> dict[str, bytes]:
+        """What travels with the model (configuration, tokenizer, licence), by name. Raises as :meth:`read_document`."""
+        return {name: self.read_file(name) for name in sorted(self.manifest.files) if is_companion(name)}
+
+    def read_file(self, file: str) -> bytes:
+        """A file beside the shards, whole. Raises as :meth:`read_document`."""
         with self._opened(file) as handle:
             content = bytearray(self.manifest.files[file].size)
             if fill(handle, 0, memoryview(content)) != len(content):
                 content.clear()
         if hashlib.sha256(content).hexdigest() != self.manifest.files[file].sha256:
             raise CheckpointError(f"{self.path / file} is damaged: its bytes do not match their SHA-256")
-        return gzip.decompress(content).decode()
+        return bytes(content)
 
     def box(self, name: str, start: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Box:
         """The block that :meth:`read` returns. Raises :class:`CheckpointError` when it is not inside the

@@ -13,7 +13,7 @@ import json
 import math
 import struct
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,8 +137,8 @@ class Shard:
     digests: list[str]
 
 
-def write_shard(ops: FileOps, path: Path, segments: Sequence[Segment], tensors: Sequence[torch.Tensor]) -> Shard:
-    """Write and fsync one shard.
+def write_shard(ops: FileOps, path: Path, segments: Sequence[Segment], tensors: Iterable[torch.Tensor]) -> Shard:
+    """Write and fsync one shard; ``tensors`` may be made one after the other, and then none is kept longer than it takes.
 
     The digests are of the bytes in memory, never of what the file system gives back; they are made on threads
     (:func:`~checkpoint.digests.writers`) while the bytes are written. Memory beyond the tensors' own: two buffers of
@@ -147,6 +147,7 @@ def write_shard(ops: FileOps, path: Path, segments: Sequence[Segment], tensors: 
     """
     head = header(segments)
     size = len(head) + sum(segment.nbytes for segment in segments)
+    kept = isinstance(tensors, Sequence)
     with naming("write", path):
         file = ops.create(path)
         try:
@@ -159,11 +160,12 @@ def write_shard(ops: FileOps, path: Path, segments: Sequence[Segment], tensors: 
                     for piece in host_pieces(tensor):
                         parts.append(pool.submit(hashlib.sha256, piece))
                         stream.append(piece)
-                        if tensor.device.type != "cpu":  # a copy of ours: no more of them than the threads need
+                        if tensor.device.type != "cpu" or not kept:  # a copy of ours: no more than the threads need
                             waiting.append(parts[-1])
                             if len(waiting) > 2 * writers():
                                 waiting.popleft().result()
                     made.append(parts)
+                    del tensor, piece  # before the next one is made
                 stream.finish()
                 digests = [combined([part.result().digest() for part in parts]) for parts in made]
             ops.fsync(file)

@@ -29,6 +29,7 @@ from checkpoint.layout import (
     CheckpointError,
     describe,
     document_name,
+    is_companion,
     is_document,
     natural_key,
     step_name,
@@ -54,6 +55,7 @@ def save_checkpoint(
     rank_meta: dict[str, Any] | None = None,
     *,
     documents: Mapping[str, str] | None = None,
+    companions: Mapping[str, bytes] | None = None,
     ops: FileOps | None = None,
 ) -> Path:
     """Write ``root/step_<step>/`` from all ranks together and return its path; collective over ``comm``.
@@ -61,6 +63,7 @@ def save_checkpoint(
     ``tensors`` is everything this rank holds; it writes what it owns (coordinate 0 on each of a tensor's
     replicated axes, or ``per_rank``). ``meta`` is free JSON and taken from rank 0, ``rank_meta`` is kept per
     rank. ``documents`` (name → text) are kept per rank too, compressed, in files of their own beside the shards.
+    ``companions`` (name → bytes; configuration, tokenizer and the like) are written as they are, and taken from rank 0.
     ``coords`` gives this rank's mesh coordinates (a missing axis counts as 0). ``keep`` is the number of complete
     checkpoints that stay (0: all).
 
@@ -72,8 +75,13 @@ def save_checkpoint(
     prepared = _attempt(comm.rank, lambda: save.prepare(keep)) if comm.rank == 0 else _Outcome()
     save.raise_failures(comm.broadcast(save.verdict([prepared])))
 
-    texts = {document_name(comm.rank, name): text for name, text in (documents or {}).items()}
-    outcome = _attempt(comm.rank, lambda: save.write_own(tensors, comm.rank, coords, rank_meta or {}, texts))
+    def write_own() -> Report:
+        beside = {document_name(comm.rank, name): compressed(text) for name, text in (documents or {}).items()}
+        if comm.rank == 0:
+            beside |= companions or {}
+        return save.write_own(tensors, comm.rank, coords, rank_meta or {}, beside)
+
+    outcome = _attempt(comm.rank, write_own)
     outcomes = comm.gather(outcome)
     verdict = None
     if outcomes is not None:
@@ -116,12 +124,23 @@ def rewrite_checkpoint(
 
     def body() -> None:
         save.prepare(0)
-        texts = {name: source.read_document(name) for name in source.manifest.files if is_document(name)}
-        report = save.write_own(tensors, 0, {}, {}, texts)
+        beside = {name: source.read_file(name) for name in source.manifest.files if is_document(name) or is_companion(name)}
+        report = save.write_own(tensors, 0, {}, {}, beside)
         save.commit([report], source.meta, ranks=source.manifest.ranks)
 
     save.raise_failures(save.verdict([_attempt(0, body)]))
     return save.final
+
+
+def compressed(text: str) -> bytes:
+    """A document as it is stored. Equal texts give equal files: gzip's time stamp is left out."""
+    return gzip.compress(text.encode(), mtime=0)
+
+
+def write_companion(ops: FileOps, path: Path, content: bytes) -> tuple[str, int, str, int]:
+    """Write and sync a file beside the shards; returns what a report says of it."""
+    write_file(ops, path, content)
+    return path.name, len(content), hashlib.sha256(content).hexdigest(), len(content)
 
 
 @dataclass(frozen=True)
@@ -198,9 +217,9 @@ class _Save:
         rank: int,
         coords: dict[str, int],
         meta: dict[str, Any],
-        documents: Mapping[str, str],
+        beside: Mapping[str, bytes],
     ) -> Report:
-        """Every rank: write this rank's shard (none when it owns nothing) and its documents, and say what is in them."""
+        """Every rank: write this rank's shard (none when it owns nothing) and what lies beside it, and say what is in them."""
         meta = plain_json(meta, "rank_meta")
         own, held = [], {}
         for item in tensors:
@@ -212,7 +231,7 @@ class _Save:
         own.sort(key=lambda item: (-item.tensor.element_size(), natural_key(item.name), item.start))
         file_name = f"rank{rank:05d}.safetensors"
         segments = segments_of(own)
-        files = [self._write_document(name, text) for name, text in documents.items()]
+        files = [write_companion(self.ops, self.temporary / name, content) for name, content in beside.items()]
         if not own:
             return Report(rank, dict(coords), meta, files, [], held)
         data = [item.tensor for item in own]
@@ -230,12 +249,6 @@ class _Save:
             written.append(Written(item.name, description_of(item), part))
         files.insert(0, (file_name, shard.size, shard.header_sha256, shard.header))
         return Report(rank, dict(coords), meta, files, written, held)
-
-    def _write_document(self, name: str, text: str) -> tuple[str, int, str, int]:
-        """Returns what a report says of a file. Equal texts give equal files: gzip's time stamp is left out."""
-        content = gzip.compress(text.encode(), mtime=0)
-        write_file(self.ops, self.temporary / name, content)
-        return name, len(content), hashlib.sha256(content).hexdigest(), len(content)
 
     def commit(
         self, reports: list[Report], meta: dict[str, Any], ranks: tuple[RankEntry, ...] | None = None

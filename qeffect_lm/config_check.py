@@ -44,6 +44,7 @@ def cross_check(config: Config) -> list[str]:
         *_check_moments(config),
         *_check_main_grads(config),
         *_check_train(config),
+        *_check_start(config),
     ]
 
 
@@ -274,6 +275,18 @@ def _check_train(config: Config) -> Iterator[str]:
             f"train.eval_every {config.train.eval_every} needs a held-out corpus: set data.valid, or "
             "train.eval_every=0"
         )
+
+
+def _check_start(config: Config) -> Iterator[str]:
+    """Where a run begins."""
+    checkpoint = config.checkpoint
+    if checkpoint.init_from is not None and checkpoint.resume not in ("auto", "never"):
+        yield (
+            f"checkpoint.init_from {checkpoint.init_from} and checkpoint.resume {checkpoint.resume} both say where the run "
+            "begins: set init_from=null to go on with that training, or resume=auto to begin another with those weights"
+        )
+    if checkpoint.init_from is None and checkpoint.init_state != "weights":
+        yield f"checkpoint.init_state {checkpoint.init_state} says what checkpoint.init_from gives, which is null: set that too"
 
 
 def explain(error: ValidationError, model: type[BaseModel], layers: Layered | None = None) -> str:

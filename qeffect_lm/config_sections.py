@@ -398,6 +398,20 @@ class CheckpointConfig(Section):
         on_resume="free",
         min_length=1,
     )
+    init_from: str | None = _key(
+        None,
+        "A fresh run starts from this checkpoint's weights (of a conversion, or of another run) instead of random ones; once "
+        "it has checkpoints of its own, they count (docs/convert.md).",
+        on_resume="free",
+        unit="path",
+        min_length=1,
+    )
+    init_state: Literal["weights", "training"] = _key(
+        "weights",
+        "What init_from gives. weights: the parameters alone; step 0, a new optimizer, scales calibrated. training: moments, "
+        "step counters, the position in the data and FP8 scales too, where the conversion brought them.",
+        on_resume="free",
+    )
     accept_new_graphs: bool = _key(
         False,
         "Resume although plan or captured graphs differ from the saved ones (another torch, driver or kernel); "

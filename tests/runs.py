@@ -29,12 +29,12 @@ launch: {timeout_seconds: 60}
 """
 
 
-def make_corpus(prefix: Path, documents: int = 16, length: int = 512, seed: int = 1) -> None:
+def make_corpus(prefix: Path, documents: int = 16, length: int = 512, seed: int = 1, vocab: int = VOCAB) -> None:
     """Random documents in Megatron's format."""
     generator = np.random.Generator(np.random.PCG64(seed))
-    with IndexedWriter(prefix, vocab_size=VOCAB) as writer:
+    with IndexedWriter(prefix, vocab_size=vocab) as writer:
         for _ in range(documents):
-            writer.add_document(generator.integers(0, VOCAB, length))
+            writer.add_document(generator.integers(0, vocab, length))
 
 
 def write_config(folder: Path, text: str = CONFIG) -> Path:

@@ -18,6 +18,7 @@ from checkpoint import Checkpoint, open_checkpoint, resolve
 from checkpoint.load import load_into
 from models import build_model
 from qeffect_lm.app.assemble import DTYPES, device_of, make_recipe, make_timeline
+from qeffect_lm.app.starting import TOKENIZER
 from qeffect_lm.config import Config
 from qeffect_lm.data.tokenizer import Tokenizer
 from qeffect_lm.errors import UsageError
@@ -123,12 +124,14 @@ def inference_config(
 
 
 def tokenizer_of(loaded: Loaded, given: Path | None = None) -> Tokenizer:
-    """The tokenizer that goes with a model: the given one, else the run's ``data.tokenizer``.
+    """The tokenizer that goes with a model: the given one, else the run's ``data.tokenizer``, else one in the checkpoint.
 
     Raises:
         UsageError: there is none, or it has ids that the model does not know.
     """
     path = given or loaded.config.data.tokenizer
+    if path is None and TOKENIZER in loaded.checkpoint.manifest.files:
+        path = loaded.checkpoint.path / TOKENIZER
     if path is None:
         raise UsageError("the run was configured without data.tokenizer: give one with --tokenizer")
     tokenizer = Tokenizer(path)

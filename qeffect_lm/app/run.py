@@ -25,6 +25,7 @@ from qeffect_lm.app.recording import Recorder
 from qeffect_lm.app.resuming import branch_of, check_config, find_checkpoint, plan_of, restore_run
 from qeffect_lm.app.saving import Saver
 from qeffect_lm.app.sources import check_tokenizer, check_tokens, held_out_batch, make_loader, open_dataset
+from qeffect_lm.app.starting import companions_of, open_start, start_from
 from qeffect_lm.config import Config
 from qeffect_lm.contract.timeline import Direction
 from qeffect_lm.data.loader import StepBatch, StepLoader
@@ -54,6 +55,8 @@ class Run:
     held_out: StepBatch | None
     dataset_hash: str
     branch: str | None
+    companions: dict[str, bytes] = field(default_factory=dict)  # on the rank that leads
+    origin: dict[str, Any] | None = None
     start: int = 0
     tokens: int = 0
     wandb: WandbLogger | None = None
@@ -123,6 +126,7 @@ class Run:
             "plan": self.assembly.plan.to_json(),
             "plan_fingerprint": self.assembly.plan.fingerprint(),
             "branch": self.branch,
+            "origin": self.origin,
             "wandb": None if self.wandb is None else self.wandb.state(wait=False),
             **contract,
         }
@@ -203,15 +207,16 @@ def build(
 ) -> Run:
     """A run that is ready for its first step: fresh, or restored from ``checkpoint``; nothing is written. Collective."""
     changed = [] if checkpoint is None else check_config(config, checkpoint, env, say)
+    first = open_start(config) if checkpoint is None else None
     seed_generators(config.run.seed, env.rank)
     dataset = open_dataset(config.data.train, "data.train")
     loader = make_loader(config, dataset, mesh)
 
     def peek() -> StepBatch:
         """The first step's data; nothing is consumed."""
-        first = loader.next_step()
+        before, first = loader.state(), loader.next_step()
         check_tokens(first, config.model.vocab_size)
-        loader.load_state({**loader.state(), "next_sample": 0})
+        loader.load_state(before)
         return first
 
     plan = plan_of(checkpoint, mesh, config)
@@ -224,9 +229,12 @@ def build(
     held_out, branch = held_out_batch(config), branch_of(config, checkpoint)
     run = Run(config, env, mesh, comm, assembly, loader, held_out, dataset.content_hash(), branch)
     run.recorder = Recorder(assembly, loader, mesh, comm, config, say)
+    if run.leads:
+        run.companions = companions_of(config, checkpoint or first, say)
     if checkpoint is None:
-        assembly.prepare(peek())
+        _begin(run, first, peek, say)
     else:
+        run.origin = checkpoint.meta.get("origin")
         note = restore_run(checkpoint, assembly, loader, comm, mesh, changed, say)
         if note is not None and env.rank == 0:
             say(note)
@@ -236,12 +244,30 @@ def build(
     return run
 
 
+def _begin(run: Run, first: Checkpoint | None, peek: Callable[[], StepBatch], say: Callable[[str], None]) -> None:
+    """The first step's state: random weights, or those of ``first``."""
+    if first is None:
+        run.assembly.prepare(peek())
+        return
+    start = start_from(first, run.assembly, run.comm)
+    run.origin, run.start, run.tokens = start.origin, start.step, start.tokens
+    run.loader.load_state({**run.loader.state(), "next_sample": start.next_sample})
+    if start.calibrated:
+        run.assembly.rebuild_caches()
+        run.assembly.prepare(None)
+    else:
+        run.assembly.prepare(peek())
+    if run.leads:
+        what = f"training goes on after step {start.step}" if run.config.checkpoint.init_state == "training" else "its weights"
+        say(f"started from {first.path}: {what}")
+
+
 def _drive(
     run: Run, checkpoint: Checkpoint | None, stack: ExitStack, signals: StopSignals, say: Callable[[str], None]
 ) -> Outcome:
     """Open the sinks, run the loop, close them."""
     config = run.config
-    run.saver = Saver(config, run.assembly, run.mesh, run.comm, run.leads)
+    run.saver = Saver(config, run.assembly, run.mesh, run.comm, run.leads, run.companions)
     stack.callback(run.saver.close)
     sinks: list[Callable[[StepMetrics], None]] = []
     if run.leads:

@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,20 @@ class Saver:
     Args:
         comm: all ranks.
         leads: this rank tells people and logs.
+        companions: files that every checkpoint holds as they are (configuration, tokenizer); the leading rank's count.
     """
 
-    def __init__(self, config: Config, assembly: Assembly, mesh: Mesh, comm: Communicator, leads: bool) -> None:
+    def __init__(
+        self,
+        config: Config,
+        assembly: Assembly,
+        mesh: Mesh,
+        comm: Communicator,
+        leads: bool,
+        companions: Mapping[str, bytes] | None = None,
+    ) -> None:
         self._config, self._assembly, self._mesh, self._comm, self._leads = config, assembly, mesh, comm, leads
+        self._companions = companions
         self._lock = threading.Lock()
         self._news: dict[str, float] = {}
         self._waited = 0.0  # of the copies' time, what is told already
@@ -82,6 +92,7 @@ class Saver:
                 self._mesh.coords,
                 keep=self._config.checkpoint.keep,
                 documents=documents,
+                companions=self._companions,
             )
 
         if self._saver is None:

@@ -210,6 +210,8 @@ class Tokenizer:
             return None
         try:
             record = json.loads(path.read_text())
+            if isinstance(record, dict) and "sha256" not in record and {"model", "added_tokens"} <= record.keys():
+                return None  # tokenizer.json beside tokenizer.model: Hugging Face's own form of it
             found = record["sha256"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(

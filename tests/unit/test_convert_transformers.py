@@ -1,0 +1,142 @@
+"""Conversion against ``transformers``: what it saves comes back byte for byte, what we trained it loads and agrees with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from checkpoint import open_checkpoint, resolve
+from qeffect_lm.app.inference import load_for_inference, tokenizer_of
+from qeffect_lm.errors import UsageError
+from tests.hf_folders import contents
+from tests.hf_models import CONTEXT, MODELS, VOCAB, make
+from tests.runs import make_corpus, metrics_of, run_here
+from tools.convert import main
+
+RUN = """
+base: {base}
+run: {{device: cpu}}
+pipeline: {{microbatches: 2, w_delay: 1}}
+data: {{seq_len: 8, microbatch_size: 2}}
+optim: {{lr: 1.0e-2, warmup_steps: 0}}
+train: {{steps: 3}}
+checkpoint: {{every: 2, keep: 0}}
+logging: {{progress: 'off'}}
+"""
+
+
+def run(source: str, target: str, src: Path, dst: Path, *more: str) -> None:
+    assert main(["--from", source, "--to", target, str(src), str(dst), "--quiet", *more]) == 0
+
+
+def saved(name: str, path: Path, dtype: torch.dtype = torch.bfloat16, size: str = "50GB") -> Path:
+    make(name).to(dtype).save_pretrained(path, max_shard_size=size)
+    return path
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_transformers_saved_comes_back_byte_for_byte(name: str, tmp_path: Path) -> None:
+    """In its own layout, and sharded anew as transformers itself would have done."""
+    one, many = saved(name, tmp_path / "one"), saved(name, tmp_path / "many", size="6KB")
+    assert len(list(many.glob("*.safetensors"))) > 3
+    for folder in (one, many):
+        run("hf", "native", folder, tmp_path / f"{folder.name}.native")
+        run("native", "hf", tmp_path / f"{folder.name}.native", tmp_path / f"{folder.name}.back")
+        assert contents(tmp_path / f"{folder.name}.back") == contents(folder)
+    run("native", "hf", tmp_path / "one.native", tmp_path / "sharded", "--max-shard-size", "6KB")
+    assert contents(tmp_path / "sharded") == contents(many)
+
+
+def test_several_dtypes_lie_in_the_librarys_order(tmp_path: Path) -> None:
+    """float32, bfloat16 and float16 in one file."""
+    model = make("llama").to(torch.bfloat16)
+    for module_name, parameter in model.named_parameters():
+        if "norm" in module_name:
+            parameter.data = parameter.data.float()
+        if "o_proj" in module_name:
+            parameter.data = parameter.data.half()
+    model.save_pretrained(tmp_path / "hf")
+    run("hf", "native", tmp_path / "hf", tmp_path / "native")
+    run("native", "hf", tmp_path / "native", tmp_path / "back", "--max-shard-size", "1GB")
+    assert contents(tmp_path / "back") == contents(tmp_path / "hf")
+
+
+def ours(path: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """In high precision, which is what an export holds."""
+    return load_for_inference(path, device="cpu", fp8=False).model.logits(tokens)
+
+
+@torch.no_grad()
+def theirs(path: Path, tokens: torch.Tensor) -> torch.Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    return model(tokens).logits
+
+
+@pytest.mark.parametrize("name", ["llama-llama3", "qwen2-window-tied", "qwen3", "mistral-window", "gpt2"])
+def test_trained_here_and_loaded_there(name: str, tmp_path: Path) -> None:
+    """Import, three steps, a resume between them, export, reload in transformers: equal logits, which moved."""
+    saved(name, tmp_path / "hf", torch.float32)
+    run("hf", "native", tmp_path / "hf", tmp_path / "native")
+    tokens = torch.randint(0, VOCAB, (2, 8), generator=torch.Generator().manual_seed(3))
+    before = ours(tmp_path / "native", tokens)
+    torch.testing.assert_close(before, theirs(tmp_path / "hf", tokens), rtol=0, atol=1e-4)  # logits reach 100: 1e-6 of them
+    make_corpus(tmp_path / "corpus", vocab=VOCAB)
+    (tmp_path / "tiny.yaml").write_text(RUN.format(base=tmp_path / "native" / "model.yaml"))
+    start = [f"data.train={tmp_path / 'corpus'}", f"checkpoint.init_from={tmp_path / 'native'}", f"run.dir={tmp_path / 'run'}"]
+    for steps in (2, 3):
+        code, said = run_here(tmp_path, "run", *start, f"train.steps={steps}", "data.valid=null")
+        assert code == 0
+        assert any(("started from" if steps == 2 else "resumed at 2") in line for line in said)
+    run("native", "hf", tmp_path / "run", tmp_path / "out")
+    after = ours(tmp_path / "run", tokens)
+    torch.testing.assert_close(after, theirs(tmp_path / "out", tokens), rtol=0, atol=1e-4)
+    assert (after - before).abs().max() > 1e-2
+    assert (tmp_path / "out" / "config.json").read_bytes() == (tmp_path / "hf" / "config.json").read_bytes()
+    assert len({row.loss for row in metrics_of(tmp_path, "run")}) == 3
+
+
+def test_a_model_that_began_here(tmp_path: Path) -> None:
+    """No config.json to go by: one is made, and transformers reads it as the same model. The tokenizer goes along."""
+    from qeffect_lm.data.tokenizer import Tokenizer, train_sentencepiece
+    from tests.runs import CONFIG, write_config
+
+    write_config(tmp_path, CONFIG)
+    text = ["".join(chr(97 + (i * j) % 26) + " " * (j % 3) for j in range(300)) for i in range(20)]
+    tokenizer = train_sentencepiece(text, tmp_path / "mine", vocab_size=64, byte_fallback=False)
+    assert run_here(tmp_path, "run", "train.steps=1", f"data.tokenizer={tokenizer}")[0] == 0
+    run("native", "hf", tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == tokenizer.read_bytes()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors", "tokenizer.model"}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["model_type"], config["torch_dtype"], config["max_position_embeddings"]) == ("llama", "float32", 16)
+    tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(3))
+    checkpoint = open_checkpoint(resolve(tmp_path / "run"))
+    assert checkpoint.companions()["tokenizer.model"] == tokenizer.read_bytes()
+    run("native", "native", tmp_path / "run", tmp_path / "plain")
+    assert tokenizer_of(load_for_inference(tmp_path / "plain", device="cpu")).sha256 == Tokenizer(tokenizer).sha256
+    for path in (tmp_path / "run", tmp_path / "plain"):
+        torch.testing.assert_close(ours(path, tokens), theirs(tmp_path / "out", tokens), rtol=0, atol=1e-5)
+
+
+def test_another_model_than_the_configurations_is_refused(tmp_path: Path) -> None:
+    """Keys that no shape shows are compared too."""
+    saved("llama", tmp_path / "hf")
+    run("hf", "native", tmp_path / "hf", tmp_path / "native")
+    make_corpus(tmp_path / "corpus")
+    (tmp_path / "tiny.yaml").write_text(RUN.format(base=tmp_path / "native" / "model.yaml"))
+    start = [f"data.train={tmp_path / 'corpus'}", f"checkpoint.init_from={tmp_path / 'native'}", "data.valid=null"]
+    for key, old, new in (("rope_theta", "10000.0", "777.0"), ("num_layers", "3", "4")):
+        change, said = f"model.{key}={new}", f"model.{key}: {old} -> {new}"
+        with pytest.raises(UsageError, match=said):
+            run_here(tmp_path, "run", *start, change)
+    with pytest.raises(UsageError, match="holds no optimizer state"):
+        run_here(tmp_path, "run", *start, "checkpoint.init_state=training")
+    with pytest.raises(UsageError, match="does not exist"):
+        run_here(tmp_path, "run", *start, f"checkpoint.init_from={tmp_path / 'nowhere'}")
+    with pytest.raises(UsageError, match="both say where the run begins"):
+        run_here(tmp_path, "run", *start, f"checkpoint.resume={tmp_path / 'native'}")
+    assert CONTEXT == 16  # what the sizes of these models are made for

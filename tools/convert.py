@@ -1,0 +1,198 @@
+"""Convert models between our checkpoints, Hugging Face folders and Megatron checkpoints.
+
+    python -m tools.convert --from hf --to native SRC DST [--dtype bfloat16] [--max-shard-size 5GB] [--dry-run]
+    python -m tools.convert --from native --to hf SRC DST
+
+SRC is a folder with ``config.json`` and safetensors files (hf), or a checkpoint: a ``step_…`` folder, a run's folder, a folder
+that a conversion made (native). DST appears whole or not at all. Tensors are read and written one at a time.
+
+Everything is checked before a byte is written: names, shapes, dtypes and configuration keys. docs/convert.md has the rules.
+
+Exit code 0: converted (or, with ``--dry-run``, can be); 1: reading or writing failed; 2: the request or the model is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from checkpoint.fileops import FileOps
+from checkpoint.hf.read import read_hf
+from checkpoint.hf.write import plan_hf, write_hf
+from checkpoint.native import SHARD_SIZE, read_native, write_native
+from checkpoint.portable import CASTS, Item, Model
+from checkpoint.publish import check_destination, publish
+from qeffect_lm.errors import UsageError
+from qeffect_lm.units import format_bytes, parse_bytes
+from tools.common import add_traceback, run_tool
+
+FORMATS = ("hf", "native")
+OVERHEAD = 1 << 20  # bytes of a manifest, roughly: for the check of free space only
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns its exit code."""
+    arguments = _parser().parse_args(argv)
+    return run_tool(lambda: convert(arguments), arguments.traceback)
+
+
+def convert(arguments: argparse.Namespace, ops: FileOps | None = None) -> int:
+    """Read, check, tell, and write unless it is a dry run."""
+    source, target, destination = arguments.source_format, arguments.target_format, arguments.dst
+    shard_size = _shard_size(arguments.max_shard_size)
+    model = _read(source, arguments)
+    nbytes, write = _writer(target, model, shard_size)
+    check_destination(destination, nbytes)
+    report = describe(model, target, destination, nbytes)
+    print(json.dumps(report, indent=1) if arguments.json else text(report, arguments.dry_run))
+    if arguments.dry_run:
+        return 0
+    give_memory_back()
+    with ending_cleanly(), _progress(model, arguments.quiet or arguments.json) as watched:
+        publish(destination, lambda folder: write(watched, folder, ops or FileOps()), ops or FileOps())
+    if not arguments.json:
+        print(f"wrote {destination}")
+    return 0
+
+
+def _writer(target: str, model: Model, shard_size: int | None) -> tuple[int, Callable[[Model, Path, FileOps], None]]:
+    """How many bytes the target will have, and what writes it into a folder."""
+    if target == "hf":
+        layout = plan_hf(model, shard_size)
+        return layout.nbytes, lambda watched, folder, ops: write_hf(watched, layout, folder, ops)
+    nbytes = model.nbytes + sum(map(len, model.files.values())) + OVERHEAD
+    return nbytes, lambda watched, folder, ops: write_native(watched, folder, ops, shard_size or SHARD_SIZE)
+
+
+def _read(source: str, arguments: argparse.Namespace) -> Model:
+    path, dtype = arguments.src, arguments.dtype
+    if not path.exists():
+        raise UsageError(f"{path} does not exist")
+    if source == "hf":
+        return read_hf(path, dtype)
+    model = read_native(path, wide=dtype == "float32")
+    return model if dtype is None else model.cast(dtype)
+
+
+def describe(model: Model, target: str, destination: Path, nbytes: int) -> dict[str, Any]:
+    """What is about to happen, as plain data."""
+    dtypes: dict[str, int] = {}
+    for item in model.items:
+        dtypes[item.dtype] = dtypes.get(item.dtype, 0) + 1
+    return {
+        "source": model.where,
+        "destination": str(destination),
+        "format": target,
+        "family": model.section["family"],
+        "parameters": model.parameters,
+        "tensors": len(model.items),
+        "dtypes": dtypes,
+        "bytes": nbytes,
+        "largest_tensor_bytes": max((item.nbytes for item in model.items), default=0),
+        "step": model.progress.step,
+        "state": len(model.state),
+        "left_behind": list(model.dropped),
+    }
+
+
+def text(report: dict[str, Any], dry_run: bool) -> str:
+    """The report for people."""
+    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in report["dtypes"].items())
+    lines = [
+        f"{report['source']} -> {report['destination']} ({report['format']})",
+        f"  {report['family']}, {report['parameters']:,} parameters in {report['tensors']} tensors ({dtypes})",
+        f"  {format_bytes(report['bytes'])}; the largest tensor has {format_bytes(report['largest_tensor_bytes'])}",
+    ]
+    if report["state"]:
+        lines.append(f"  with the training's state: {report['state']} tensors, step {report['step']}")
+    lines += [f"  left behind: {what}" for what in report["left_behind"]]
+    if dry_run:
+        lines.append("dry run: all of this was checked, nothing was written")
+    return "\n".join(lines)
+
+
+@contextmanager
+def ending_cleanly():  # noqa: ANN201 (a context manager)
+    """A request to end (SIGTERM) becomes an exception, so that what was begun is cleared away."""
+    def stop(signum: int, frame: object) -> None:
+        raise SystemExit(128 + signum)
+
+    try:
+        before = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not the main thread: nobody sends us signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def give_memory_back() -> None:
+    """Have the C library return large blocks to the system when they are freed; by default it learns to keep those of up to
+    32 MB, and a conversion that passes hundreds of tensors through would hold several. No effect with another C library."""
+    mmap_threshold = -3
+    try:
+        ctypes.CDLL(None).mallopt(mmap_threshold, 1 << 20)
+    except (OSError, AttributeError):
+        pass
+
+
+@contextmanager
+def _progress(model: Model, quiet: bool):  # noqa: ANN202 (a context manager)
+    """The model, whose tensors move a bar when they are read; on a terminal only."""
+    with tqdm(total=model.nbytes, unit="B", unit_scale=True, disable=True if quiet else None, leave=False) as bar:
+
+        def watched(item: Item) -> Item:
+            def read():  # noqa: ANN202 (a tensor)
+                tensor = item.read()
+                bar.update(item.nbytes)
+                return tensor
+
+            return replace(item, read=read)
+
+        yield replace(model, items=[watched(item) for item in model.items], state=[watched(item) for item in model.state])
+
+
+def _shard_size(given: str | None) -> int | None:
+    if given is None:
+        return None
+    size = parse_bytes(given)
+    if size is None or size < 1:
+        raise UsageError(f"--max-shard-size {given!r}: bytes with their unit, such as 5GB or 500MB, are needed")
+    return int(size)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.convert",
+        description="Convert models between our checkpoints (native) and Hugging Face folders (hf). Exit code 0: done, "
+        "1: reading or writing failed, 2: refused.",
+    )
+    parser.add_argument("--from", dest="source_format", choices=FORMATS, required=True, help="what SRC is")
+    parser.add_argument("--to", dest="target_format", choices=FORMATS, required=True, help="what DST becomes")
+    parser.add_argument("src", metavar="SRC", type=Path, help="a model's folder, a checkpoint, or a run's folder")
+    parser.add_argument("dst", metavar="DST", type=Path, help="a folder that is not there yet")
+    parser.add_argument("--dtype", choices=CASTS, help="cast all parameters (default: each keeps its own)")
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", help="of one file, such as 5GB (default: as the source had it, else 5GB)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="check everything, say what would be written, write nothing")
+    parser.add_argument("--json", action="store_true", help="print what is done as JSON")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    add_traceback(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
