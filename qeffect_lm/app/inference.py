@@ -117,7 +117,8 @@ def inference_config(
         if sections["precision"]["fp8"]["recipe"] == "block":
             fp8 = False
     if context is not None and context > sections["data"]["seq_len"]:
-        sections["data"]["seq_len"] = context  # a shorter one needs no other tables
+        # A shorter one needs no other tables. 16 sequences make any length a multiple that W in FP8 would need.
+        sections["data"] |= {"seq_len": context, "microbatch_size": 16}
     if not fp8:
         sections["precision"]["fp8"] = {"recipe": "none"}
     return Config.from_dict(sections)

@@ -142,16 +142,12 @@ class Attention(Layer):
         group = self.heads // self.kv_heads
         fused = self.normed(projected.view(batch, sequence, self.kv_heads, group + 2, self.head_dim), context)
         cache = context.cache
-        if kernels.usable(fused) and (cache is None or cache.fresh) and not self._windowed(sequence):
+        if kernels.usable(fused) and cache is None and not self._windowed(sequence):
             cos, sin = self.tables(0, sequence)
             if self.library is not None and self.library.takes(fused):
                 y = _RotatedAttention.apply(fused, cos, sin, self.library)
             else:
                 y = sdpa.attend(*RotatedHeads.apply(fused, cos, sin))
-            if cache is not None:
-                from qeffect_lm.kernels import rope
-
-                cache.extend(self.name, *rope.heads(fused.detach())[1:])  # they were rotated where they lie
             return self.out(y.reshape(batch, sequence, self.heads * self.head_dim), context)
         q = fused[:, :, :, :group].reshape(batch, sequence, self.heads, self.head_dim).transpose(1, 2)
         k = fused[:, :, :, group].transpose(1, 2)

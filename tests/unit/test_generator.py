@@ -247,11 +247,11 @@ def test_a_model_that_does_not_fit_is_refused(trained, monkeypatch):
 def test_context(trained):
     """A shorter context takes the same tables; a longer one lets positions beyond the trained ones be used."""
     path = trained / "run" / "checkpoints"
-    short, long = load_for_inference(path, context=5).model, load_for_inference(path, context=40).model
+    short, long = load_for_inference(path, context=5).model, load_for_inference(path, context=41).model
     tokens = torch.arange(16)[None]
-    assert (short.context_length, long.context_length) == (5, 40)
+    assert (short.context_length, long.context_length) == (5, 41)
     assert torch.equal(short.logits(tokens), long.logits(tokens))
-    assert long.logits(torch.arange(40)[None]).shape == (1, 40, 64)
+    assert long.logits(torch.arange(41)[None]).shape == (1, 41, 64)
     with pytest.raises(UsageError, match="--context is 0"):
         load_for_inference(path, context=0)
 
