@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import Phase
 from hypothesis import strategies as st
 
 from checkpoint import Checkpoint, Communicator, compare, open_checkpoint, save_checkpoint
@@ -21,6 +22,7 @@ from qeffect_lm.parallel.mesh import Mesh
 from tests.checkpoint_support import on_ranks
 from tests.tiny import Batch, batch, config, train
 
+AT_ONCE = (Phase.explicit, Phase.reuse, Phase.generate)  # an example takes a second: a smaller one is not looked for
 LAYERS = 4
 FROZEN = ("layers.1.mlp.down.weight", "layers.2.mlp_norm.weight")
 TINY: dict[str, Any] = {"model__num_layers": LAYERS, "model__vocab_size": 259}

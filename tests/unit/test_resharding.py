@@ -17,7 +17,7 @@ from checkpoint.resume import restore
 from checkpoint.sums import of_checkpoint, state_digest
 from qeffect_lm.parallel.mesh import Mesh
 from tests.checkpoint_support import on_ranks
-from tests.resharding import MODELS, Anywhere, Layout, Ranks, assert_equal, finish, layouts, save, trained
+from tests.resharding import AT_ONCE, MODELS, Anywhere, Layout, Ranks, assert_equal, finish, layouts, save, trained
 from tests.tiny import Batch, Trained, batch, config, merged, same_bits, train
 from tests.unit import in_process
 
@@ -54,14 +54,14 @@ def check(model: str, checkpoints: dict[str, Checkpoint], first: Layout, second:
         assert max(shared) == 1 or (first.zero and first.dp > 1)
 
 
-@settings(max_examples=8)
+@settings(max_examples=8, phases=AT_ONCE)
 @given(st.sampled_from(sorted(MODELS)), layouts(most=6), layouts(most=6))
 def test_any_layout_to_any_other(checkpoints, model, first, second):
     check(model, checkpoints, first, second)
 
 
 @pytest.mark.long
-@settings(max_examples=60)
+@settings(max_examples=60, phases=AT_ONCE)
 @given(st.sampled_from(sorted(MODELS)), layouts(), layouts())
 def test_any_layout_to_any_other_often(checkpoints, model, first, second):
     check(model, checkpoints, first, second)
@@ -122,7 +122,7 @@ def go_on(checkpoint: Checkpoint, layout: Layout) -> tuple[list[float], list[flo
     return losses, norms, merged(tensors)
 
 
-@settings(max_examples=6)
+@settings(max_examples=6, phases=AT_ONCE)
 @given(layouts())
 @example(Layout(2, 1, "zb-v", 2, (1, 1, 1, 1)))
 def test_other_stages_and_schedules_go_on_bit_for_bit(reference, layout):

@@ -27,7 +27,7 @@ from qeffect_lm.optim.flat import FlatBuffers, ParamSpec, Shard
 from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.state import LogicalTensor, Role
 from tests.checkpoint_support import on_ranks
-from tests.resharding import finish
+from tests.resharding import AT_ONCE, finish
 from tests.unit.test_sums import random_bits
 
 VOCAB, HIDDEN = 259, 300
@@ -143,14 +143,14 @@ def check(first: tuple[dict[str, int], bool], second: tuple[dict[str, int], bool
         assert set(told) == {f"logical state of {len(state)} tensors equal to the checkpoint's, digest {wanted}"}
 
 
-@settings(max_examples=12)
+@settings(max_examples=12, phases=AT_ONCE)
 @given(meshes(), meshes(), st.integers(0, 99))
 def test_any_mesh_to_any_other(first, second, seed):
     check(first, second, seed)
 
 
 @pytest.mark.long
-@settings(max_examples=200)
+@settings(max_examples=200, phases=AT_ONCE)
 @given(meshes(), meshes(), st.integers(0, 99))
 def test_any_mesh_to_any_other_often(first, second, seed):
     check(first, second, seed)
