@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from checkpoint.layout import Box, CheckpointError, natural_key, tiling_fault
-from checkpoint.manifest import SliceEntry, TensorEntry
+from checkpoint.manifest import NAME_MOST, SliceEntry, TensorEntry
 from checkpoint.shards import Segment, dtype_name
+from qeffect_lm.errors import shown
 from qeffect_lm.state import LogicalTensor
 
 
@@ -44,6 +45,10 @@ def owns(item: LogicalTensor, coords: Mapping[str, int]) -> bool:
 
 def check(item: LogicalTensor) -> None:
     """Raises :class:`CheckpointError` for a piece that cannot be part of its logical tensor."""
+    if not item.name.isprintable() or not 0 < len(item.name) <= NAME_MOST:
+        raise CheckpointError(
+            f"tensor {shown(item.name)!r}: names have up to {NAME_MOST} characters, and each can be printed"
+        )
     dtype_name(item.tensor.dtype)
     ranks = {len(item.global_shape), len(item.start), len(item.axes), item.tensor.dim()}
     if len(ranks) != 1:

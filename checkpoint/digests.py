@@ -80,6 +80,16 @@ def opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
+def read_whole(path: Path, most: int) -> bytes:
+    """All bytes of a regular file. Raises ``OSError``, also for one of more than ``most`` bytes."""
+    with opened(path) as descriptor:
+        size = os.fstat(descriptor).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, f"it has {size} bytes, and at most {most} are read", str(path))
+        content = bytearray(size)
+        return bytes(memoryview(content)[: fill(descriptor, 0, memoryview(content))])
+
+
 def fill(descriptor: int, offset: int, view: memoryview) -> int:
     """Read into the whole of ``view``; returns how many bytes there were, fewer where the file ends."""
     done = 0
@@ -110,12 +120,19 @@ def digests(directory: Path, ranges: Sequence[Range], workers: int | None = None
 
     Memory: ``READ`` bytes per thread.
     """
-    wanted = sorted(
-        (one.file, one.offset + at, length, index, number)
-        for index, one in enumerate(ranges)
-        for number, (at, length) in enumerate(pieces(one.nbytes, one.piece))
-    )
+    ends = {name: _size(directory / name) for name in {one.file for one in ranges}}
     found: list[dict[int, bytes | OSError | None]] = [{} for _ in ranges]
+    wanted = []
+    for index, one in enumerate(ranges):
+        end = ends[one.file]
+        if isinstance(end, OSError):
+            found[index][0] = end
+        elif one.offset + one.nbytes > end:  # whatever length somebody claims: no work is listed for what is not there
+            found[index][0] = None
+        else:
+            parts = enumerate(pieces(one.nbytes, one.piece))
+            wanted += [(one.file, one.offset + at, length, index, number) for number, (at, length) in parts]
+    wanted.sort()
     reader = _Reader(directory)
 
     def work(task: Sequence[tuple[str, int, int, int, int]]) -> None:
@@ -131,6 +148,14 @@ def digests(directory: Path, ranges: Sequence[Range], workers: int | None = None
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(work, tasks))
     return [_joined(parts) for parts in found]
+
+
+def _size(path: Path) -> int | OSError:
+    try:
+        with opened(path) as descriptor:
+            return os.fstat(descriptor).st_size
+    except OSError as error:
+        return error
 
 
 def _joined(parts: dict[int, bytes | OSError | None]) -> Found:

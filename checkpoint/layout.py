@@ -32,7 +32,7 @@ def step_name(step: int) -> str:
 
 def step_of(name: str) -> int | None:
     """The step that a directory name stands for, or None for names not ours (``step_7``, ``notes``)."""
-    match = re.fullmatch(r"step_(\d{8,})", name)
+    match = re.fullmatch(r"step_([0-9]{8,19})", name)
     if match is None or step_name(int(match[1])) != name:
         return None
     return int(match[1])
@@ -92,10 +92,12 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
+def natural_key(name: str) -> tuple[tuple[int, int, str, str], ...]:
     """Sort key under which ``layers.2`` comes before ``layers.10``."""
-    parts = re.split(r"(\d+)", name)
-    return tuple((1, int(part), part) if i % 2 else (0, 0, part) for i, part in enumerate(parts))
+    parts = re.split(r"([0-9]+)", name)
+    # Numbers by their length and digits, not as integers: a name may have thousands of digits, which int() refuses.
+    digits = [part.lstrip("0") for part in parts]
+    return tuple((1, len(digits[i]), digits[i], part) if i % 2 else (0, 0, part, "") for i, part in enumerate(parts))
 
 
 @dataclass(frozen=True)
@@ -153,16 +155,50 @@ def tiling_fault(
     total = math.prod(shape)
     if total == 0:
         return None if boxes else "no slice holds it"
-    order = sorted((i for i, box in enumerate(boxes) if box.volume), key=lambda i: boxes[i].start)
-    reaching: list[int] = []  # boxes that still extend beyond the current first index: only they can overlap
-    for i in order:
-        if shape:
-            reaching = [j for j in reaching if boxes[j].start[0] + boxes[j].shape[0] > boxes[i].start[0]]
-        for j in reaching:
-            if boxes[i].intersection(boxes[j]) is not None:
-                return f"{names[j]} and {names[i]} overlap"
-        reaching.append(i)
+    solid = [i for i, box in enumerate(boxes) if box.volume]
+    budget = [WORK + WORK_EACH * len(solid)]
+    pair = _overlap(boxes, solid, 0, budget)
+    if budget[0] < 0:
+        return f"{len(solid)} slices are cut in such a way that comparing them takes too long"
+    if pair is not None:
+        first, second = sorted(pair, key=lambda i: (boxes[i].start, i))
+        return f"{names[first]} and {names[second]} overlap"
     covered = sum(box.volume for box in boxes)
     if covered != total:
         return f"{total - covered} of {total} elements are in no slice"
+    return None
+
+
+WORK = 1_000_000  # comparisons of boxes that a tensor may take, and for each of its slices:
+WORK_EACH = 256
+
+
+def _overlap(boxes: Sequence[Box], some: Sequence[int], dim: int, budget: list[int]) -> tuple[int, int] | None:
+    """Two of these boxes that share an element, or None: along one dimension after the other, only boxes that are there at the
+    same index are compared further. Rows, columns and grids take n log n. ``budget`` (one number) is counted down; below zero
+    nothing more is compared.
+    """
+    if len(some) < 2:
+        return None
+    if dim == len(boxes[some[0]].start):
+        return some[0], some[1]
+    marks: dict[int, tuple[list[int], list[int]]] = {}  # index → boxes that begin there, boxes that end there
+    for i in some:
+        begin, extent = boxes[i].start[dim], boxes[i].shape[dim]
+        marks.setdefault(begin, ([], []))[0].append(i)
+        marks.setdefault(begin + extent, ([], []))[1].append(i)
+    active: dict[int, None] = {}
+    for mark in sorted(marks):
+        begun, ended = marks[mark]
+        for i in ended:
+            del active[i]
+        active.update(dict.fromkeys(begun))
+        if not begun or len(active) < 2:  # where boxes only end, those that stay were compared before
+            continue
+        budget[0] -= len(active)
+        if budget[0] < 0:
+            return None
+        pair = _overlap(boxes, list(active), dim + 1, budget)
+        if pair is not None:
+            return pair
     return None

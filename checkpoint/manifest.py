@@ -2,6 +2,9 @@
 
 The file is ordinary JSON whose first line is ``{"digest": "<SHA-256 of everything after this line>",``. So a
 change of any byte is noticed, and the file stays readable with any JSON tool.
+
+Whoever writes a manifest can give it a digest that fits. So nothing in it is believed: sizes are bounded before anything is
+allocated, names are plain, and slices have to tile their tensors and their files exactly.
 """
 
 from __future__ import annotations
@@ -9,31 +12,55 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import platform
+import stat
 import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
 import qeffect_lm
-from checkpoint.digests import PIECE
-from checkpoint.layout import MANIFEST, Box, CheckpointError, describe, tiling_fault
+from checkpoint.digests import PIECE, read_whole
+from checkpoint.layout import MANIFEST, Box, CheckpointError, describe, is_companion, is_document, tiling_fault
 from checkpoint.shards import DTYPE_TAGS, torch_dtype
+from qeffect_lm.errors import shown
 from qeffect_lm.state import Role
 
 FORMAT = 2
 OLDEST = 1
 
-Count = Annotated[int, Field(ge=0)]
+# What a reader takes, in bytes; a writer refuses to write more.
+MANIFEST_MOST = 512 << 20  # a million slices
+HEADER_MOST = 100_000_000  # of a shard, as the safetensors library has it
+DOCUMENT_MOST = 256 << 20  # of a document, both as a file and as the text that it unpacks to
+DEPTH_MOST = 64  # of brackets in the manifest
+DIMENSIONS_MOST = 32
+NAME_MOST = 500  # characters of a tensor's name; its key in a shard may have a number more
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("has characters that cannot be printed")
+    return text
+
+
+Count = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
+Name = Annotated[str, Field(min_length=1, max_length=512), AfterValidator(_printable)]
+Shape = Annotated[tuple[Count, ...], Field(max_length=DIMENSIONS_MOST)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 # A plain name, no separators: a manifest cannot make us open a file elsewhere, or one of another kind.
-ShardName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors$")]
+ShardName = Annotated[str, Field(max_length=255, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors$")]
 # A shard, a rank's document, or what travels with a model: its configuration, tokenizer and licence. Never a pickle.
 FileName = Annotated[
-    str, Field(pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|txt\.gz|json|jinja|model|txt|yaml)|LICENSE|NOTICE)$")
+    str,
+    Field(
+        max_length=255,
+        pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|txt\.gz|json|jinja|model|txt|yaml)|LICENSE|NOTICE)$",
+    ),
 ]
 
 
@@ -45,9 +72,9 @@ class SliceEntry(_Part):
     """One block of a logical tensor: the file and key that hold it, where its bytes are, their SHA-256."""
 
     file: ShardName
-    key: str
-    start: tuple[Count, ...]
-    shape: tuple[Count, ...]
+    key: Name
+    start: Shape
+    shape: Shape
     offset: Count
     sha256: Digest
 
@@ -61,11 +88,11 @@ class TensorEntry(_Part):
     slices.
     """
 
-    shape: tuple[Count, ...]
-    dtype: str
+    shape: Shape
+    dtype: Name
     role: Role
-    axes: tuple[str | None, ...]
-    per_rank: bool = False
+    axes: Annotated[tuple[Name | None, ...], Field(max_length=DIMENSIONS_MOST)]
+    per_rank: StrictBool = False
     slices: tuple[SliceEntry, ...]
 
     @property
@@ -83,6 +110,8 @@ class TensorEntry(_Part):
             raise ValueError(f"unknown dtype {self.dtype!r}")
         if len(self.axes) != len(self.shape):
             raise ValueError(f"{len(self.axes)} axes for {len(self.shape)} dimensions")
+        if math.prod(max(1, n) for n in self.shape) * self.itemsize >= 2**63:
+            raise ValueError(f"the shape {list(self.shape)} is larger than any memory")
         fault = tiling_fault(self.shape, [part.box for part in self.slices])
         if fault:
             raise ValueError(fault)
@@ -104,20 +133,20 @@ class RankEntry(_Part):
     """A rank that took part: its mesh coordinates and what it alone had to say."""
 
     rank: Count
-    coords: dict[str, int]
+    coords: dict[Name, Count]
     meta: dict[str, Any]
 
 
 class Manifest(_Part):
     """Everything about a checkpoint but the tensors' bytes. ``meta`` is the caller's free JSON."""
 
-    format: int = FORMAT
+    format: Count = FORMAT
     step: Count
     meta: dict[str, Any]
     ranks: tuple[RankEntry, ...]
-    versions: dict[str, str]
+    versions: dict[Name, Name]
     files: dict[FileName, FileEntry]
-    tensors: dict[str, TensorEntry]
+    tensors: dict[Name, TensorEntry]
 
     @property
     def piece(self) -> int:
@@ -152,7 +181,15 @@ class Manifest(_Part):
         entry = self.files[file]
         if (entry.hashed is None) != (self.format == 1):
             raise ValueError(f"{file}: format {self.format} {'has no' if self.format == 1 else 'needs'} `hashed`")
+        if file == MANIFEST:
+            raise ValueError("a manifest does not list itself")
+        if is_document(file) or is_companion(file):
+            if self.hashed(file) != entry.size or entry.size > DOCUMENT_MOST:
+                raise ValueError(f"{file} has {entry.size} bytes (at most {DOCUMENT_MOST}), {self.hashed(file)} of them hashed")
+            return
         at = self.hashed(file) if self.format > 1 or not held else held[0][0]
+        if held and at > HEADER_MOST:
+            raise ValueError(f"{file} has a header of {at} bytes; at most {HEADER_MOST}")
         for offset, end, name in held:
             if offset != at:
                 raise ValueError(f"tensor {name!r} begins at byte {offset} of {file}, and what is before it ends at {at}")
@@ -166,7 +203,10 @@ class Manifest(_Part):
         body["ranks"] = [{"rank": r.rank, "coords": r.coords, "meta": r.meta} for r in self.ranks]
         body["meta"] = self.meta  # last and as it is: integers of any size and every float keep their value
         rest = json.dumps(body, indent=1).encode()[2:] + b"\n"
-        return _first_line(rest) + rest
+        raw = _first_line(rest) + rest
+        if len(raw) > MANIFEST_MOST:
+            raise CheckpointError(f"the manifest would have {len(raw)} bytes; at most {MANIFEST_MOST} can be read")
+        return raw
 
 
 def _first_line(rest: bytes) -> bytes:
@@ -175,36 +215,59 @@ def _first_line(rest: bytes) -> bytes:
 
 def parse_manifest(raw: bytes, path: Path) -> Manifest:
     """Validate the bytes of ``path``. Raises :class:`CheckpointError` naming the file and what is wrong."""
-    try:
-        body = json.loads(raw)
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: not valid JSON ({error})") from error
-    found = body.get("format") if isinstance(body, dict) else None
-    if isinstance(found, int) and found > FORMAT:
-        raise CheckpointError(
-            f"{path} has format {found}; this version of qeffect-lm reads up to format {FORMAT}: "
-            "update qeffect-lm"
-        )
     rest = raw[raw.find(b"\n") + 1 :]
     if raw != _first_line(rest) + rest:
         raise CheckpointError(f"{path} is damaged or was edited: its digest does not match its content")
+    try:
+        body = json.loads(raw.decode(), object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: not valid JSON ({shown(str(error))})") from None
+    found = body["format"] if "format" in body else None
+    if isinstance(found, int) and found > FORMAT:
+        raise CheckpointError(
+            f"{path} has format {shown(str(found))}; this version of qeffect-lm reads up to format {FORMAT}: "
+            "update qeffect-lm"
+        )
+    if too_deep(body):
+        raise CheckpointError(f"{path} is not a valid manifest: more than {DEPTH_MOST} brackets within each other")
     del body["digest"]
     try:
         manifest = Manifest.model_validate(body)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise CheckpointError(f"{path} is not a valid manifest: {where}: {first['msg']}") from error
+        raise CheckpointError(f"{path} is not a valid manifest: {shown(where)}: {shown(first['msg'], 600)}") from None
     if not OLDEST <= manifest.format <= FORMAT:
         raise CheckpointError(f"{path} has the unknown format {manifest.format}")
     return manifest
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Which of two values a name has would depend on the reader."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        name = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"{shown(name)!r} is there twice")
+    return made
+
+
+def too_deep(value: Any) -> bool:
+    """Whether lists and objects lie in each other more than ``DEPTH_MOST`` deep; functions that follow them stay shallow."""
+    level = [value]
+    for _ in range(DEPTH_MOST + 1):
+        inner = [item for item in level if isinstance(item, (dict, list))]
+        level = [child for item in inner for child in (item.values() if isinstance(item, dict) else item)]
+        if not inner:
+            return False
+    return True
 
 
 def read_manifest(directory: Path) -> Manifest:
     """The manifest of a checkpoint directory. Raises :class:`CheckpointError` when missing or not sound."""
     path = directory / MANIFEST
     try:
-        raw = path.read_bytes()
+        raw = read_whole(path, MANIFEST_MOST)
     except FileNotFoundError:
         what = "no such directory" if not directory.is_dir() else f"it has no {MANIFEST}"
         raise CheckpointError(f"{directory} is not a complete checkpoint: {what}") from None
@@ -220,7 +283,10 @@ def incomplete_because(directory: Path) -> str | None:
     try:
         manifest = read_manifest(directory)
         for name, entry in manifest.files.items():
-            size = (directory / name).stat().st_size
+            found = os.lstat(directory / name)  # a link is not followed when it is read either
+            size = found.st_size
+            if not stat.S_ISREG(found.st_mode):
+                return f"{directory / name} is not a regular file"
             if size != entry.size:
                 return f"{directory / name} has {size} bytes, the manifest says {entry.size}"
     except CheckpointError as error:
@@ -230,24 +296,27 @@ def incomplete_because(directory: Path) -> str | None:
     return None
 
 
-def plain_json(value: Any, where: str) -> Any:
+def plain_json(value: Any, where: str, depth: int = DEPTH_MOST - 3) -> Any:
     """A copy of ``value`` in JSON's own types (tuples become lists; NaN and infinity are allowed, as Python
     writes them).
 
-    Raises :class:`CheckpointError` naming the place of anything that would not come back equal.
+    Raises :class:`CheckpointError` naming the place of anything that would not come back equal, or lies more than ``depth``
+    brackets deep.
     """
+    if depth < 0:
+        raise CheckpointError(f"{shown(where)}: brackets lie in each other too deep for a manifest")
     if value is None or isinstance(value, bool):
         return value
     for base in (str, int, float):
         if isinstance(value, base):  # an enum member or numpy's float64 becomes the builtin it derives from
             return str.__str__(value) if base is str else base(value)
     if isinstance(value, (list, tuple)):
-        return [plain_json(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [plain_json(item, f"{where}[{i}]", depth - 1) for i, item in enumerate(value)]
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
                 raise CheckpointError(f"{where} has the key {key!r}: keys must be strings to survive JSON")
-        return {str(key): plain_json(item, f"{where}.{key}") for key, item in value.items()}
+        return {str(key): plain_json(item, f"{where}.{key}", depth - 1) for key, item in value.items()}
     raise CheckpointError(f"{where} is a {type(value).__name__}, which JSON does not hold: convert it first")
 
 

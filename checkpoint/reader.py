@@ -7,8 +7,9 @@ SHA-256, and only then seen as a tensor. Files that the manifest does not list a
 from __future__ import annotations
 
 import difflib
-import gzip
 import hashlib
+import os
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ from typing import Any
 
 import torch
 
-from checkpoint.digests import Range, digests, fill, opened, sha256_of
+from checkpoint.digests import Range, digests, opened, read_whole, sha256_of
 from checkpoint.layout import MANIFEST, Box, CheckpointError, describe, document_name, is_companion, natural_key
-from checkpoint.manifest import Manifest, SliceEntry, TensorEntry, read_manifest
+from checkpoint.manifest import DOCUMENT_MOST, Manifest, SliceEntry, TensorEntry, read_manifest
 from checkpoint.shards import as_integers, host_bytes, read_block, torch_dtype
+from qeffect_lm.errors import shown
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,12 @@ class Checkpoint:
         """
         entry = self.entry(name)
         box = self.box(name, start, shape)
-        out = _room(name, box, entry)
         parts = _touching(entry, box)
+        for part in parts:  # before memory is taken for them
+            with self._opened(part.file) as file:
+                if part.offset + entry.nbytes(part) > os.fstat(file).st_size:
+                    raise self._mismatch(name, part)
+        out = _room(name, box, entry)
         exact = len(parts) == 1 and parts[0].box == box
         if not exact:
             self.check([(name, box)], workers=1)
@@ -121,22 +127,26 @@ class Checkpoint:
         return self.read_document(file) if file in self.manifest.files else None
 
     def read_document(self, file: str) -> str:
-        """The text of a document's file. Raises :class:`CheckpointError` unless its bytes match their SHA-256."""
-        return gzip.decompress(self.read_file(file)).decode()
+        """The text of a document's file. Raises as :meth:`read_file`, and for a text of more than ``DOCUMENT_MOST`` bytes."""
+        try:
+            return unpacked(self.read_file(file), DOCUMENT_MOST).decode()
+        except (ValueError, zlib.error) as error:
+            raise CheckpointError(f"{self.path / file} is not a compressed text: {shown(str(error))}") from None
 
     def companions(self) -> dict[str, bytes]:
-        """What travels with the model (configuration, tokenizer, licence), by name. Raises as :meth:`read_document`."""
+        """What travels with the model (configuration, tokenizer, licence), by name. Raises as :meth:`read_file`."""
         return {name: self.read_file(name) for name in sorted(self.manifest.files) if is_companion(name)}
 
     def read_file(self, file: str) -> bytes:
-        """A file beside the shards, whole. Raises as :meth:`read_document`."""
-        with self._opened(file) as handle:
-            content = bytearray(self.manifest.files[file].size)
-            if fill(handle, 0, memoryview(content)) != len(content):
-                content.clear()
+        """A file beside the shards, whole. Raises :class:`CheckpointError` unless its bytes match their SHA-256 and are at most
+        ``DOCUMENT_MOST``."""
+        try:
+            content = read_whole(self.path / file, DOCUMENT_MOST)
+        except OSError as error:
+            raise CheckpointError(f"cannot open {self.path / file}: {describe(error)}") from error
         if hashlib.sha256(content).hexdigest() != self.manifest.files[file].sha256:
             raise CheckpointError(f"{self.path / file} is damaged: its bytes do not match their SHA-256")
-        return bytes(content)
+        return content
 
     def box(self, name: str, start: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Box:
         """The block that :meth:`read` returns. Raises :class:`CheckpointError` when it is not inside the
@@ -223,6 +233,19 @@ def verify_checkpoint(path: Path) -> list[Problem]:
         return open_checkpoint(path).verify()
     except CheckpointError as error:
         return [Problem(MANIFEST, None, str(error))]
+
+
+def unpacked(content: bytes, most: int) -> bytes:
+    """What gzip has packed, in one member. Raises ValueError for more than ``most`` bytes (they are not unpacked), for
+    a part, or for something after it; ``zlib.error`` for what gzip never made.
+    """
+    unpacker = zlib.decompressobj(wbits=31)  # a gzip header, its check sum and length
+    text = unpacker.decompress(content, most + 1)
+    if len(text) > most:
+        raise ValueError(f"it unpacks to more than {most} bytes")
+    if not unpacker.eof or unpacker.unused_data:
+        raise ValueError("it is cut short" if not unpacker.eof else "something follows it")
+    return text
 
 
 def _touching(entry: TensorEntry, box: Box) -> list[SliceEntry]:

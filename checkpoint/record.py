@@ -15,8 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from checkpoint.layout import CheckpointError, checkpoint_dirs, describe, step_name, step_of
 from checkpoint.manifest import library_versions
+from qeffect_lm.errors import shown
 from qeffect_lm.state import Role
 
 FORMAT = 1
@@ -112,13 +115,13 @@ def read_record(checkpoint: Path) -> StepRecord | None:
         body = json.loads(path.read_text())
         if body.pop("format") != FORMAT:
             raise CheckpointError(f"{path} is of another format than {FORMAT}, the one that this version of qeffect-lm reads")
-        return StepRecord(**body)
+        return TypeAdapter(StepRecord).validate_python(body)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {describe(error)}") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged, it is no record of a step: {describe(error)}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged, it is no record of a step: {shown(describe(error))}") from error
 
 
 # ---- comparison ------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from checkpoint.digests import read_whole
 from checkpoint.fileops import FileOps, naming, remove_tree, write_file
 from checkpoint.layout import (
     DELETING,
@@ -109,7 +110,7 @@ def resolve(path: Path) -> Path:
 def latest_name(root: Path) -> str | None:
     """What the file ``latest`` says, or None when it is missing or does not name a checkpoint."""
     try:
-        name = (root / LATEST).read_text(errors="replace").strip()
+        name = read_whole(root / LATEST, 4096).decode(errors="replace").strip()
     except OSError:
         return None
     return name if step_of(name) is not None else None

@@ -22,7 +22,7 @@ from pipeline.slots import Holding, SlotPlan, Slots, assign_slots
 from pipeline.validate import WINDOWS, validate
 from qeffect_lm.contract.errors import PlanError
 from qeffect_lm.contract.leases import Joint
-from qeffect_lm.errors import UsageError
+from qeffect_lm.errors import UsageError, shown
 from qeffect_lm.units import whole_number
 
 __all__ = [
@@ -196,7 +196,7 @@ class Plan:
         try:
             document = json.loads(text)
             if document["format"] != FORMAT:
-                raise PlanError(f"a plan of format {document['format']}; this version reads format {FORMAT}")
+                raise PlanError(f"a plan of format {shown(str(document['format']))}; this version reads format {FORMAT}")
             kept = document["holding"]
             holding = Holding(
                 kept["border_in_i_slot"],
@@ -215,10 +215,10 @@ class Plan:
             validate(actions, placement, microbatches, lowered=True, **about)
             plan = cls(document["schedule"], placement, microbatches, window, actions, unordered, holding, joined)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-            raise PlanError(f"not a stored plan: {type(error).__name__}: {error}") from error
+            raise PlanError(f"not a stored plan: {type(error).__name__}: {shown(str(error))}") from error
         if stored != plan.fingerprint():
             raise PlanError(
-                f"the stored plan was changed: stored fingerprint {stored}, actual {plan.fingerprint()}"
+                f"the stored plan was changed: stored fingerprint {shown(str(stored))}, actual {plan.fingerprint()}"
             )
         return plan
 

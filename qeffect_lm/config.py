@@ -41,7 +41,7 @@ from qeffect_lm.config_sections import (
     TrainConfig,
 )
 from qeffect_lm.config_yaml import COMMAND_LINE, Layered, dump_yaml, parse_yaml, read_layers, split_overrides
-from qeffect_lm.errors import UsageError
+from qeffect_lm.errors import UsageError, shown
 
 __all__ = [
     "ABSENT",
@@ -160,7 +160,7 @@ class Change:
     severity: OnResume
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.old!r} -> {self.new!r}"
+        return f"{shown(self.key)}: {shown(repr(self.old))} -> {self.new!r}"  # a checkpoint's key and value may be anything
 
 
 ABSENT = "(no such key)"

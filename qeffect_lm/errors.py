@@ -17,3 +17,9 @@ class UsageError(QEffectError, ValueError):
     """The request itself is wrong: configuration, arguments, inputs (exit code 2)."""
 
     exit_code = 2
+
+
+def shown(text: str, most: int = 200) -> str:
+    """A text of unknown origin for one line of an error: what cannot be printed is escaped, what is too long is cut."""
+    cut = text if len(text) <= most else f"{text[:most]}…"
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in cut)

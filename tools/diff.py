@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint import Checkpoint, CheckpointError, Comparison, compare, open_checkpoint, resolve
+from qeffect_lm.errors import shown
 from tools.common import json_plain
 
 
@@ -67,7 +68,7 @@ def report(a: Checkpoint, b: Checkpoint, result: Comparison) -> str:
         lines += ["", *_table(_rows(result))]
     lines += [f"only in A: {name}" for name in result.only_in_a]
     lines += [f"only in B: {name}" for name in result.only_in_b]
-    lines += [f"meta {item.key}: {item.a!r} and {item.b!r}" for item in result.meta]
+    lines += [f"meta {shown(item.key)}: {item.a!r} and {item.b!r}" for item in result.meta]
     return "\n".join(lines)
 
 

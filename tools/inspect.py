@@ -20,7 +20,7 @@ from typing import Any
 from checkpoint import Checkpoint, CheckpointError, open_checkpoint, resolve
 from checkpoint.scales import ScaleRow, scale_rows
 from checkpoint.sums import of_checkpoint, state_digest
-from qeffect_lm.errors import UsageError
+from qeffect_lm.errors import QEffectError, UsageError, shown
 from qeffect_lm.state import Role
 from qeffect_lm.units import format_bytes
 from tools.common import add_traceback, json_plain, run_tool
@@ -66,6 +66,16 @@ def _run(arguments: argparse.Namespace) -> int:
         checkpoint = open_checkpoint(resolve(arguments.path))
     except CheckpointError as error:
         raise UsageError(str(error)) from None
+    try:
+        return _look(checkpoint, arguments, picture)
+    except QEffectError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:  # meta data are free JSON
+        what = f"{type(error).__name__}: {shown(str(error))}"
+        raise UsageError(f"{checkpoint.path}: its meta data are not those of a training run ({what})") from error
+
+
+def _look(checkpoint: Checkpoint, arguments: argparse.Namespace, picture: Path | None) -> int:
     rows = scale_rows(checkpoint, arguments.layer)
     if not rows and arguments.layer != "*":
         known = scale_rows(checkpoint)

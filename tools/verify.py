@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoint import Checkpoint, CheckpointError, Found, Problem, open_checkpoint, scan
+from checkpoint import CheckpointError, Found, Problem, open_checkpoint, scan
 from checkpoint.layout import MANIFEST, step_of
 from checkpoint.retention import latest_name, temporaries
 from checkpoint.verify import total_bytes, verify
-from qeffect_lm.errors import QEffectError, UsageError
+from qeffect_lm.errors import UsageError
 from tools.common import add_traceback, run_tool
 
 
@@ -90,42 +90,15 @@ def _one(path: Path) -> Found:
 
 def check(path: Path, workers: int | None) -> Verdict:
     """Read everything of one checkpoint."""
+    from qeffect_lm.app.shapes import config_problems  # the models, which a checkpoint without a configuration does not need
+
     began = time.perf_counter()
     checkpoint = open_checkpoint(path)
-    problems = (*verify(checkpoint, workers), *against_config(checkpoint))
+    problems = (*verify(checkpoint, workers), *config_problems(checkpoint))
     manifest = checkpoint.manifest
     seconds = time.perf_counter() - began
     sizes = len(manifest.tensors), len(manifest.files), total_bytes([checkpoint])
     return Verdict(str(path), checkpoint.step, *sizes, seconds, problems)
-
-
-def against_config(checkpoint: Checkpoint) -> list[Problem]:
-    """Masters and parameters against the model of the saved configuration; nothing where there is no configuration."""
-    saved = checkpoint.meta.get("config")
-    if not isinstance(saved, dict):
-        return []
-    from qeffect_lm.app.shapes import model_shapes
-
-    try:
-        shapes = model_shapes(saved)
-    except QEffectError as error:
-        return [Problem(MANIFEST, None, f"the saved configuration cannot be read: {error}")]
-    problems = []
-    for name, shape in shapes.items():
-        entries = [checkpoint.manifest.tensors.get(f"{role}/{name}") for role in ("master", "param")]
-        there = [entry for entry in entries if entry is not None]
-        if not there:
-            problems.append(Problem(MANIFEST, name, f"is not there; the saved configuration has it, {list(shape)}"))
-        problems += [
-            Problem(MANIFEST, name, f"has the shape {list(entry.shape)}, the saved configuration says {list(shape)}")
-            for entry in there
-            if entry.shape != shape
-        ]
-    for full in checkpoint.manifest.tensors:
-        role, _, name = full.partition("/")
-        if role in ("master", "param") and name not in shapes:
-            problems.append(Problem(MANIFEST, full, "no parameter of the saved configuration's model"))
-    return problems
 
 
 def text(report: dict[str, Any], verdicts: Sequence[Verdict], found: Sequence[Found]) -> str:

@@ -14,14 +14,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from checkpoint import Checkpoint, open_checkpoint, resolve
+from checkpoint import Checkpoint, CheckpointError, open_checkpoint, resolve
 from checkpoint.load import load_into
 from models import build_model
 from qeffect_lm.app.assemble import DTYPES, device_of, make_recipe, make_timeline
+from qeffect_lm.app.shapes import saved_config
 from qeffect_lm.app.starting import TOKENIZER
 from qeffect_lm.config import Config
 from qeffect_lm.data.tokenizer import Tokenizer
-from qeffect_lm.errors import UsageError
+from qeffect_lm.errors import UsageError, shown
 from qeffect_lm.fp8.quantise import Quantised
 from qeffect_lm.fp8.recipes import CurrentScaling, DelayedScaling
 from qeffect_lm.inference.model import InferenceModel
@@ -93,7 +94,11 @@ def load_for_inference(
         UsageError: the model does not fit into the free memory of the device, or lacks FP8 scales.
     """
     checkpoint = open_checkpoint(resolve(path))
-    config = inference_config(checkpoint.meta["config"], device=device, fp8=fp8, context=context)
+    try:
+        config = inference_config(saved_config(checkpoint), device=device, fp8=fp8, context=context)
+    except (KeyError, TypeError) as error:
+        what = f"{type(error).__name__}: {shown(str(error))}"
+        raise CheckpointError(f"{checkpoint.path}: the saved configuration cannot be read ({what})") from None
     return Loaded(build(config, SavedWeights(checkpoint), context), config, checkpoint)
 
 

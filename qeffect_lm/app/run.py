@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from checkpoint import Checkpoint, CheckpointError, GroupCommunicator, SingleProcess
 from checkpoint.comm import Communicator
+from checkpoint.saved_run import check_saved_run
 from pipeline.measure import Meter, latency
 from qeffect_lm import __version__
 from qeffect_lm.app.assemble import Assembly, assemble, check_supported, device_of
@@ -206,6 +207,8 @@ def build(
     config: Config, env: LaunchEnv, mesh: Mesh, comm: Communicator, checkpoint: Checkpoint | None, say: Callable[[str], None]
 ) -> Run:
     """A run that is ready for its first step: fresh, or restored from ``checkpoint``; nothing is written. Collective."""
+    if checkpoint is not None:
+        check_saved_run(checkpoint)
     changed = [] if checkpoint is None else check_config(config, checkpoint, env, say)
     first = open_start(config) if checkpoint is None else None
     seed_generators(config.run.seed, env.rank)

@@ -83,10 +83,16 @@ class StepMetrics:
     @staticmethod
     def from_json(line: str | bytes) -> StepMetrics:
         """The record of one line. Raises ValueError when the line is not one."""
-        record = json.loads(line)
-        if not isinstance(record, dict) or type(record.get("step")) is not int:
-            raise ValueError(f"not a metrics record: {line!r}")
-        for key, text in record.pop("nonfinite", {}).items():
+        try:
+            record = json.loads(line)
+        except RecursionError:
+            raise ValueError("thousands of brackets, not a metrics record") from None
+        nonfinite = record.pop("nonfinite", {}) if isinstance(record, dict) else None
+        if not isinstance(nonfinite, dict) or type(record.get("step")) is not int:
+            raise ValueError(f"not a metrics record: {line[:200]!r}")
+        for key, text in nonfinite.items():
+            if text not in ("nan", "inf", "-inf"):
+                raise ValueError(f"not a metrics record: {key!r} is not finite, but {text!r}")
             record[key] = float(text)
         known = {key: record.pop(key) for key in _FIELDS if key in record}
         required = {
@@ -223,7 +229,7 @@ class MetricsWriter:
 def _step_of(line: bytes) -> int | None:
     try:
         return StepMetrics.from_json(line).step
-    except (ValueError, TypeError, AttributeError):
+    except ValueError:
         return None
 
 

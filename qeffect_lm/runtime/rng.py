@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from qeffect_lm.contract.errors import ResumeError
 from qeffect_lm.layers.dropout import host_key
 
 
@@ -67,12 +68,21 @@ def generator_tensors() -> dict[str, torch.Tensor]:
 
 
 def load_generator_tensors(tensors: dict[str, torch.Tensor]) -> None:
-    """The inverse of :func:`generator_tensors`."""
-    torch.set_rng_state(tensors["torch"])
-    state = tensors["numpy"].numpy()
-    np.random.set_state(("MT19937", state[:624].astype(np.uint32), int(state[624]), int(state[625]), _float(int(state[626]))))
+    """The inverse of :func:`generator_tensors`.
+
+    Raises:
+        ResumeError: a tensor is not the state of its generator.
+    """
+    words, position, has_gauss, bits = np.split(tensors["numpy"].numpy(), [624, 625, 626])
+    if not 0 <= position[0] <= 624 or words.min() < 0 or words.max() >= 2**32:  # numpy believes it, and reads out of bounds
+        raise ResumeError("the saved state of numpy's generator is none")
+    np.random.set_state(("MT19937", words.astype(np.uint32), int(position[0]), int(has_gauss[0]), _float(int(bits[0]))))
     version, *internal, has_gauss, bits = tensors["python"].tolist()
-    random.setstate((version, tuple(internal), _float(bits) if has_gauss else None))
+    try:
+        random.setstate((version, tuple(internal), _float(bits) if has_gauss else None))
+        torch.set_rng_state(tensors["torch"])
+    except (ValueError, OverflowError, RuntimeError) as error:
+        raise ResumeError(f"the saved state of a random generator is none: {error}") from None
     cuda = [tensors[f"cuda{i}"] for i in range(sum(name.startswith("cuda") for name in tensors))]
     if cuda and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(cuda)

@@ -99,10 +99,17 @@ def test_masters_and_moments_keep_their_own_dtypes(tmp_path: Path) -> None:
 
 
 def test_any_safetensors_reader_opens_a_shard(tmp_path: Path) -> None:
-    tensors = [whole("b", torch.randn(3)), whole("a", torch.tensor([True])), whole('ü\n"', torch.ones(2))]
+    tensors = [whole("b", torch.randn(3)), whole("a", torch.tensor([True])), whole('ü "\\', torch.ones(2))]
     path = save_checkpoint(tmp_path, 1, tensors, {}, SingleProcess(), {})
     loaded = load_file(path / "rank00000.safetensors")
     assert {name: raw(value) for name, value in loaded.items()} == {t.name: raw(t.tensor) for t in tensors}
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "a\x1b[2J", "\ud800", "\u202e", "x" * 501])
+def test_a_name_that_no_reader_takes_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(CheckpointError, match="names have up to 500 characters, and each can be printed"):
+        save_checkpoint(tmp_path, 1, [whole(name, torch.ones(2))], {}, SingleProcess(), {})
+    assert steps_in(tmp_path) == []
 
 
 def test_meta_comes_back_exactly(tmp_path: Path) -> None:
