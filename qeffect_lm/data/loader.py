@@ -27,7 +27,7 @@ import torch
 
 from qeffect_lm.data.indexed import IndexedDataset
 from qeffect_lm.data.permutation import ALGORITHM, Permutation
-from qeffect_lm.errors import UsageError
+from qeffect_lm.errors import UsageError, shown
 
 STATE_VERSION = 1
 
@@ -147,12 +147,12 @@ class StepLoader:
                 raise UsageError(f"the saved data cursor has no {key!r}: the checkpoint is incomplete")
             if state[key] != value:
                 raise UsageError(
-                    f"the saved data cursor has {key} {state[key]!r}, this run has {value!r} "
+                    f"the saved data cursor has {key} {shown(repr(state[key]))}, this run has {value!r} "
                     f"(dataset {self.dataset.prefix}): resume with the saved value, or start a new run"
                 )
         position = state.get("next_sample")
         if not isinstance(position, int) or isinstance(position, bool) or position < 0:
-            raise UsageError(f"the saved data cursor's 'next_sample' is {position!r}, not a sample number")
+            raise UsageError(f"the saved data cursor's 'next_sample' is {shown(repr(position))}, not a sample number")
         self.next_sample = position
 
     def _identity(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -170,8 +171,12 @@ def test_memory_is_taken_for_bytes_that_are_there(saved: Path, monkeypatch: pyte
     ],
 )
 def test_what_unpacks_is_bounded(content: bytes, words: str) -> None:
+    tracemalloc.start()
     with pytest.raises(ValueError, match=words):
         unpacked(content, 1000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100_000
     assert unpacked(gzip.compress(bytes(1000)), 1000) == bytes(1000) and unpacked(gzip.compress(b""), 1000) == b""
 
 
