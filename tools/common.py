@@ -28,10 +28,12 @@ def add_traceback(parser: argparse.ArgumentParser) -> None:
 
 def add_inference(parser: argparse.ArgumentParser) -> None:
     """The options of the tools that run a checkpoint's model."""
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where to run (default: where the run did)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where to run (default: as the run)")
     parser.add_argument("--context", type=int, help="tokens of the longest sequence (default: the run's data.seq_len)")
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer file (default: the run's data.tokenizer)")
-    parser.add_argument("--bos", action="store_true", help="put the tokenizer's begin-of-sequence token first")
+    parser.add_argument("--tokenizer", type=Path, help="a .model, or Hugging Face's .json (default: the checkpoint's)")
+    parser.add_argument(
+        "--bos", action=argparse.BooleanOptionalAction, help="begin-of-sequence token first (default: as the model has it)"
+    )
     parser.add_argument("--no-fp8", dest="fp8", action="store_false", help="run FP8 linears in the model's dtype")
     parser.add_argument("--threads", type=int, help="CPU threads (default: all cores); part of the last bits")
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from qeffect_lm.app.inference import Loaded
-    from qeffect_lm.data.tokenizer import Tokenizer
+    from qeffect_lm.app.text import AnyTokenizer, Language
     from qeffect_lm.inference.perplexity import Score
 
 
@@ -84,21 +84,21 @@ def read(arguments: argparse.Namespace, loaded: Loaded) -> Data:
     Raises:
         UsageError: neither is there, or it cannot be read.
     """
-    from qeffect_lm.app.inference import tokenizer_of
+    from qeffect_lm.app.text import language_of, tokenizer_of, travelling
     from qeffect_lm.data.indexed import IndexedDataset, bin_path, idx_path
 
     given = arguments.text or arguments.data
     prefix = given.with_suffix("") if given.suffix in (".bin", ".idx") else given
     if arguments.text is None and (idx_path(prefix).exists() or bin_path(prefix).exists()):
-        known = arguments.tokenizer or loaded.config.data.tokenizer
+        known = arguments.tokenizer or travelling(loaded.checkpoint) or loaded.config.data.tokenizer
         tokenizer = tokenizer_of(loaded, arguments.tokenizer) if known is not None else None
         return token_set(str(prefix), IndexedDataset(prefix).tokens, tokenizer, arguments)
     if arguments.text is None and not given.exists():
         raise UsageError(f"--data {given}: there is neither a token set {given}.bin, {given}.idx nor a text file of that name")
-    return text_file(given, tokenizer_of(loaded, arguments.tokenizer), arguments)
+    return text_file(given, language_of(loaded, arguments.tokenizer), arguments)
 
 
-def token_set(name: str, tokens: Any, tokenizer: Tokenizer | None, arguments: argparse.Namespace) -> Data:
+def token_set(name: str, tokens: Any, tokenizer: AnyTokenizer | None, arguments: argparse.Namespace) -> Data:
     """A token set: documents one after the other, as training reads them. Its bytes are those of the tokens' pieces."""
     import numpy as np
 
@@ -115,8 +115,8 @@ def token_set(name: str, tokens: Any, tokenizer: Tokenizer | None, arguments: ar
     return Data(name, tokens, int(np.dot(counts, np.array(lengths, dtype=np.int64))))
 
 
-def text_file(path: Path, tokenizer: Tokenizer, arguments: argparse.Namespace) -> Data:
-    """A text as one document, after the begin-of-sequence token with ``--bos``."""
+def text_file(path: Path, language: Language, arguments: argparse.Namespace) -> Data:
+    """A text as one document, after what its model has before texts."""
     import numpy as np
 
     try:
@@ -124,15 +124,11 @@ def text_file(path: Path, tokenizer: Tokenizer, arguments: argparse.Namespace) -
         text = raw.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"text file {path} cannot be read: {error}") from error
-    ids = tokenizer.encode(text)
-    if arguments.bos:
-        if tokenizer.bos_id < 0:
-            raise UsageError("--bos: the tokenizer has no begin-of-sequence token")
-        ids = [tokenizer.bos_id, *ids]
+    (ids,) = language.encode([text], arguments.bos)
     whole = np.array(ids, dtype=np.int64)
     tokens = whole[: arguments.max_tokens]
     lost = [*ids[:1], *ids[len(tokens) :]]  # what is not counted
-    return Data(str(path), tokens, len(raw) - sum(len(tokenizer.piece_bytes(token)) for token in lost))
+    return Data(str(path), tokens, len(raw) - sum(len(language.tokenizer.piece_bytes(token)) for token in lost))
 
 
 def report(

@@ -9,13 +9,16 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qeffect_lm.errors import UsageError
 from tools.common import add_inference, add_traceback, inference_threads, run_tool
 
 if TYPE_CHECKING:
+    from qeffect_lm.app.text import Language
     from qeffect_lm.inference.generator import Generator
+    from qeffect_lm.inference.model import InferenceModel
+    from qeffect_lm.inference.sampling import Sampling
     from tools.generation_output import Output, Result
 
 
@@ -62,7 +65,8 @@ def generate(arguments: argparse.Namespace) -> int:
     threads = inference_threads(arguments)
     apply_before_torch(os.environ, threads=threads)
     apply_to_torch(threads=threads)
-    from qeffect_lm.app.inference import check_memory, load_for_inference, tokenizer_of
+    from qeffect_lm.app.inference import check_memory, load_for_inference
+    from qeffect_lm.app.text import language_of
     from qeffect_lm.inference.sampling import Sampling
     from qeffect_lm.inference.text import Continuation
     from tools.generation_output import Output, Result
@@ -74,16 +78,13 @@ def generate(arguments: argparse.Namespace) -> int:
     loaded = load_for_inference(
         arguments.checkpoint, device=arguments.device, fp8=arguments.fp8, context=arguments.context
     )
-    tokenizer = tokenizer_of(loaded, arguments.tokenizer)
-    begin = [tokenizer.bos_id] if arguments.bos else []
-    if arguments.bos and tokenizer.bos_id < 0:
-        raise UsageError("--bos: the tokenizer has no begin-of-sequence token")
-    prompts = [[*begin, *ids] for ids in tokenizer.encode_batch(texts)]
+    language = language_of(loaded, arguments.tokenizer)
+    prompts = language.encode(texts, arguments.bos)
     results = [
-        Result(text, len(ids), Continuation(tokenizer.decoder(), arguments.stop))
+        Result(text, len(ids), Continuation(language.tokenizer.decoder(), arguments.stop))
         for text, ids in zip(texts, prompts, strict=True)
     ]
-    generator = make_generator(arguments, loaded.model, sampling, tokenizer, len(prompts))
+    generator = make_generator(arguments, loaded.model, sampling, language, len(prompts))
     _say_what_is_cut(prompts, loaded.model.context_length)
     places = generator.rows * generator.capacity(prompts, arguments.max_new_tokens)
     check_memory(
@@ -103,7 +104,9 @@ def _say_what_is_cut(prompts: Sequence[Sequence[int]], context: int) -> None:
             print(f"prompt {number} has {len(prompt)} tokens: the model sees the last {context}", file=sys.stderr)
 
 
-def make_generator(arguments: argparse.Namespace, model: Any, sampling: Any, tokenizer: Any, prompts: int) -> Generator:
+def make_generator(
+    arguments: argparse.Namespace, model: InferenceModel, sampling: Sampling, language: Language, prompts: int
+) -> Generator:
     """On a GPU with its steps as CUDA graphs."""
     import torch
 
@@ -114,8 +117,8 @@ def make_generator(arguments: argparse.Namespace, model: Any, sampling: Any, tok
     if model.device.type == "cuda" and not arguments.eager:
         graphs = CudaGraphs(torch.cuda.Stream(model.device))
     rows = min(prompts, 8) if arguments.batch_size is None else arguments.batch_size
-    end = () if arguments.ignore_eos else tokenizer.end_ids
-    return Generator(model, sampling, rows, end=end, vocab=min(tokenizer.vocab_size, model.vocab_size), graphs=graphs)
+    end = () if arguments.ignore_eos else language.end
+    return Generator(model, sampling, rows, end=end, vocab=language.tokenizer.vocab_size, graphs=graphs)
 
 
 def run(

@@ -19,9 +19,7 @@ from checkpoint.load import load_into
 from models import build_model
 from qeffect_lm.app.assemble import DTYPES, device_of, make_recipe, make_timeline
 from qeffect_lm.app.shapes import saved_config
-from qeffect_lm.app.starting import TOKENIZER
 from qeffect_lm.config import Config
-from qeffect_lm.data.tokenizer import Tokenizer
 from qeffect_lm.errors import UsageError, shown
 from qeffect_lm.fp8.quantise import Quantised
 from qeffect_lm.fp8.recipes import CurrentScaling, DelayedScaling
@@ -127,26 +125,6 @@ def inference_config(
     if not fp8:
         sections["precision"]["fp8"] = {"recipe": "none"}
     return Config.from_dict(sections)
-
-
-def tokenizer_of(loaded: Loaded, given: Path | None = None) -> Tokenizer:
-    """The tokenizer that goes with a model: the given one, else the run's ``data.tokenizer``, else one in the checkpoint.
-
-    Raises:
-        UsageError: there is none, or it has ids that the model does not know.
-    """
-    path = given or loaded.config.data.tokenizer
-    if path is None and TOKENIZER in loaded.checkpoint.manifest.files:
-        path = loaded.checkpoint.path / TOKENIZER
-    if path is None:
-        raise UsageError("the run was configured without data.tokenizer: give one with --tokenizer")
-    tokenizer = Tokenizer(path)
-    known = loaded.model.vocab_size
-    if tokenizer.vocab_size > known:
-        raise UsageError(
-            f"tokenizer {path} has {tokenizer.vocab_size} ids, the model knows {known}: give the one it was trained with"
-        )
-    return tokenizer
 
 
 def build(config: Config, weights: Weights, context: int | None = None) -> InferenceModel:

@@ -16,7 +16,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -132,7 +132,7 @@ class Tokenizer:
         number."""
         for text in texts:
             if not text.isascii():
-                _check_unicode(text)
+                check_unicode(text)
         split = [i for i, text in enumerate(texts) if self._space_symbol_ids and SPACE_SYMBOL in text]
         plain: Sequence[str] = texts
         if split:
@@ -170,13 +170,18 @@ class Tokenizer:
         return piece.replace(SPACE_SYMBOL, " ").encode()
 
     @property
+    def begin_ids(self) -> tuple[int, ...]:
+        """What comes before a text: nothing, as in training on our corpora."""
+        return ()
+
+    @property
     def end_ids(self) -> tuple[int, ...]:
         """The ids that end a text."""
         return () if self.eos_id < 0 else (self.eos_id,)
 
     def decoder(self) -> PieceDecoder:
         """Text of one continuation, token by token."""
-        return PieceDecoder(self)
+        return PieceDecoder(self.piece_bytes)
 
     def _check_id(self, token: int) -> None:
         if not 0 <= token < self.vocab_size:
@@ -229,8 +234,8 @@ class Tokenizer:
 class PieceDecoder:
     """Text from tokens as they come; a character of several byte pieces appears when it is whole."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._bytes_of = tokenizer.piece_bytes
+    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
+        self._bytes_of = bytes_of
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
@@ -246,7 +251,8 @@ def _settings_path(model_path: Path) -> Path:
     return model_path.with_suffix(".json")
 
 
-def _check_unicode(text: str) -> None:
+def check_unicode(text: str) -> None:
+    """Raises UsageError for a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -281,7 +287,7 @@ def _sample(texts: Iterable[str], limit: int) -> tuple[list[bytes], int]:
     stride = 1
     number = 0
     for text in texts:
-        _check_unicode(text)
+        check_unicode(text)
         for chunk in _chunks(text):
             if number % stride == 0:
                 kept.append(chunk.encode())

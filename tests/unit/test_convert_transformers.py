@@ -10,7 +10,8 @@ import torch
 import transformers
 
 from checkpoint import open_checkpoint, resolve
-from qeffect_lm.app.inference import load_for_inference, tokenizer_of
+from qeffect_lm.app.inference import load_for_inference
+from qeffect_lm.app.text import tokenizer_of
 from qeffect_lm.errors import UsageError
 from tests.hf_folders import contents
 from tests.hf_models import CONTEXT, MODELS, VOCAB, make

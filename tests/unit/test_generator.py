@@ -66,11 +66,14 @@ PROMPTS = st.lists(st.lists(st.integers(0, 63), min_size=1, max_size=20), min_si
     rows=st.integers(1, 4),
     count=st.integers(1, 22),
     sampling=st.sampled_from([GREEDY, Sampling(1.0, 0), Sampling(1.3, 10, 0.9, 1.2, seed=5)]),
+    places=st.sampled_from([2, 256]),
 )
-def test_cached_and_batched_is_the_definition(model, prompts, rows, count, sampling):
-    """Prompts of different lengths, side by side or waiting for a row, past the context of 16: each gets the tokens that
-    full passes over it alone give."""
-    made = list(Generator(model, sampling, rows).run(prompts, count))
+def test_cached_and_batched_is_the_definition(model, prompts, rows, count, sampling, places):
+    """Prompts of different lengths, side by side or waiting for a row, past the context of 16 and past the places that a
+    step looks at: each gets the tokens that full passes over it alone give."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "PLACES", places)
+        made = list(Generator(model, sampling, rows).run(prompts, count))
     copies = [prompts[:number].count(prompt) for number, prompt in enumerate(prompts)]
     wanted = [without_cache(model, p, sampling, count, copy) for p, copy in zip(prompts, copies, strict=True)]
     assert tokens_of(made, len(prompts)) == wanted

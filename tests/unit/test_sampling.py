@@ -92,6 +92,15 @@ def test_draws_follow_seed_prompt_copy_and_number():
     assert tokens == [int(choose(logits, flat, keys(1), torch.tensor([number]))) for number in range(50)]
 
 
+def test_a_cut_that_cuts_nothing_changes_no_draw():
+    """The noise is a token's, not a place's in some order."""
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(2)).expand(200, -1)
+    count = torch.zeros(200, dtype=torch.int64)
+    plain = choose(logits, Sampling(1.0, 0), keys(200), count)
+    for cut in (Sampling(1.0, 50), Sampling(1.0, 0, 1 - 1e-12), Sampling(1.0, 49)):
+        assert torch.equal(choose(logits, cut, keys(200), count), plain)
+
+
 def test_noise_of_neighbouring_draws_is_independent():
     """Two tokens of equal weight, drawn for neighbouring keys and numbers: as many changes as coin throws have."""
     sampling, n = Sampling(1.0, 0), 4000
@@ -116,8 +125,9 @@ def test_repetition_penalty(logits, penalty, data):
 
 def test_bfloat16_logits_are_widened_first():
     """Divided in bfloat16 the two would be equal, and the first would win."""
-    logits = torch.tensor([[256.0, 258.0]], dtype=torch.bfloat16)
-    sampling = Sampling(temperature=1e-3, top_k=0)
+    logits = torch.tensor([[508.0, 510.0]], dtype=torch.bfloat16)
+    sampling = Sampling(temperature=1.9e-3, top_k=0)
+    assert len((logits / sampling.temperature).unique()) == 1
     assert int(choose(logits, sampling, keys(1), torch.zeros(1, dtype=torch.int64))) == 1
 
 
