@@ -14,7 +14,7 @@ from models.parts import CrossEntropyPart, EmbeddingPart, HeadPart
 from models.spec import Chunk, ParameterSpec, Part, Place, layer_range
 from qeffect_lm.errors import UsageError
 from qeffect_lm.fp8.recipes import Recipe
-from qeffect_lm.layers.base import Layer
+from qeffect_lm.layers.base import Layer, SplitLayer
 from qeffect_lm.layers.context import LayerContext
 from qeffect_lm.layers.dropout import KeyedDropout
 from qeffect_lm.layers.linear import SplitLinear
@@ -37,6 +37,10 @@ class DecoderBlock(Layer):
         self.attention_dropout = KeyedDropout(f"{name}.attention_dropout", dropout)
         self.mlp_dropout = KeyedDropout(f"{name}.mlp_dropout", dropout)
 
+    @property
+    def tail(self) -> SplitLayer | None:
+        return self.mlp.tail
+
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
         if self.attention_dropout.p == 0:
             x = self.attention(x, context, self.attention_norm, residual=True)
@@ -56,6 +60,8 @@ class Decoder:
         recipe: FP8 recipe of the decoder layers' linears (embedding and head stay in ``dtype``); None: no FP8.
         high_precision_first, high_precision_last: that many decoder layers at either end stay out of FP8.
         backend: who runs the decoder layers, ``native`` or ``te`` (Transformer Engine).
+        recompute: activations that I makes again, ``none``, ``full`` or ``selective`` (:mod:`qeffect_lm.layers.recompute`).
+        recompute_layers: of which decoder layers; None: of all.
 
     Raises:
         UsageError: the backend cannot run a part.
@@ -76,6 +82,8 @@ class Decoder:
     high_precision_first: int = 0
     high_precision_last: int = 0
     backend: str = "native"
+    recompute: str = "none"
+    recompute_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.backend != "te":
@@ -97,7 +105,12 @@ class Decoder:
         recipe = self.recipe if in_fp8 else None
         native = self.backend == "native" or layer is None
         kind = SplitLinear if native else TELinear
-        return Place(name, self.hidden_size, self.num_layers, self.dtype, self.init_std, layer, recipe, kind)
+        selective = layer is not None and self.recomputes(layer) == "selective"
+        return Place(name, self.hidden_size, self.num_layers, self.dtype, self.init_std, layer, recipe, kind, selective)
+
+    def recomputes(self, layer: int) -> str:
+        """What I makes again of a decoder layer: ``none``, ``full`` or ``selective``."""
+        return self.recompute if self.recompute_layers is None or layer in self.recompute_layers else "none"
 
     def slots(self, layer: int) -> list[tuple[Part, Place]]:
         """The parts of a decoder layer in order, with their places."""
@@ -153,4 +166,5 @@ class Decoder:
         """Decoder layer ``i``."""
         attention_norm, attention, mlp_norm, mlp = (part.build(place) for part, place in self.slots(i))
         block = DecoderBlock(f"layers.{i}", attention_norm, attention, mlp_norm, mlp, self.dropout)
+        block.recompute = self.recomputes(i) == "full"
         return block if self.backend == "native" else TEBlock(block)

@@ -52,4 +52,6 @@ def gpt2(config: Config, recipe: Recipe | None, dtype: torch.dtype) -> Decoder:
         high_precision_first=fp8.high_precision_first,
         high_precision_last=fp8.high_precision_last,
         backend=model.backend,
+        recompute=model.recompute,
+        recompute_layers=model.recompute_layers,
     )

@@ -123,6 +123,7 @@ class AttentionPart:
             window=None if place.layer is not None and place.layer < self.full_layers else self.window,
             q_norm=norms[0] if self.qk_norm else None,
             k_norm=norms[1] if self.qk_norm else None,
+            selective=place.selective,
             dtype=place.dtype,
         )
 
@@ -149,7 +150,7 @@ class GatedMLPPart:
     def build(self, place: Place) -> Layer:
         gate_up = place.linear("gate_up", place.hidden_size, 2 * self.ffn_size, bias=self.bias)
         down = place.linear("down", self.ffn_size, place.hidden_size, bias=self.bias)
-        return GatedMLP(place.name, gate_up, down, self.activation)
+        return GatedMLP(place.name, gate_up, down, self.activation, selective=place.selective)
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class PlainMLPPart:
     def build(self, place: Place) -> Layer:
         up = place.linear("up", place.hidden_size, self.ffn_size, bias=self.bias)
         down = place.linear("down", self.ffn_size, place.hidden_size, bias=self.bias)
-        return PlainMLP(place.name, up, down, self.activation)
+        return PlainMLP(place.name, up, down, self.activation, selective=place.selective)
 
 
 class EmbeddingBlock(Layer):

@@ -110,4 +110,6 @@ def decoder_of(
         high_precision_first=fp8.high_precision_first,
         high_precision_last=fp8.high_precision_last,
         backend=model.backend,
+        recompute=model.recompute,
+        recompute_layers=model.recompute_layers,
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from qeffect_lm.fp8.recipes import Recipe
 from qeffect_lm.layers.base import Layer
 from qeffect_lm.layers.context import LayerContext, Phase
 from qeffect_lm.layers.linear import SplitLinear
+from qeffect_lm.layers.recompute import recomputed
 from qeffect_lm.optim.muon import RowBlock
 
 
@@ -50,6 +51,8 @@ class Place:
         init_std: of fresh matrices.
         recipe: FP8 recipe of the linears there; None: none in FP8.
         kind: class of the linears there, the backend's.
+        selective: a layer there keeps nothing between its products for I, which makes it again (``model.recompute``); a part
+            may ignore it.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Place:
     layer: int | None = None
     recipe: Recipe | None = None
     kind: type[SplitLinear] = SplitLinear
+    selective: bool = False
 
     @property
     def residual_std(self) -> float:
@@ -144,7 +148,7 @@ class Chunk(nn.Module):
 
     def __init__(self, blocks: Sequence[Layer], *, loss: Layer | None = None, first: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks: Any = nn.ModuleList(blocks)
         self.loss = loss
         self.first = first
 
@@ -156,7 +160,12 @@ class Chunk(nn.Module):
         once = context.phase is Phase.CALIBRATE and torch.is_grad_enabled()
         for block in self.blocks:
             # Calibration runs once, in high precision: it keeps borders only, or its activations would set a run's peak.
-            x = checkpoint(block, x, context, use_reentrant=False, preserve_rng_state=False) if once else block(x, context)
+            if once:
+                x = checkpoint(block, x, context, use_reentrant=False, preserve_rng_state=False)
+            elif block.recompute:
+                x = recomputed(block, x, context, [block], block.tail)
+            else:
+                x = block(x, context)
         if self.loss is not None and context.targets is not None:
             return self.loss(x, context)
         return x

@@ -148,6 +148,16 @@ class ModelConfig(Section):
         False, "The head's weight is the embedding's (docs/gradients.md).", on_resume="refuse"
     )
 
+    recompute: Literal["none", "full", "selective"] = _key(
+        "none",
+        "Activations that I makes again instead of F keeping them; results are the same bits. full: whole decoder layers. "
+        "selective: all but the matrix products (docs/recompute.md).",
+        on_resume="warn",
+    )
+    recompute_layers: tuple[int, ...] | None = _key(
+        None, "Decoder layers that recompute is for, from 0; null: all.", on_resume="warn", unit="layer numbers", strict=False
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _fill_head_dim(cls, data: Any) -> Any:
@@ -192,6 +202,22 @@ def check_model(config: Config) -> Iterator[str]:
             "raise that, or scale with model.rope_scaling.type=dynamic"
         )
     yield from _check_rope(model)
+    yield from _check_recompute(model)
+
+
+def _check_recompute(model: ModelConfig) -> Iterator[str]:
+    layers = model.recompute_layers
+    if layers is not None:
+        shown = f"model.recompute_layers {list(layers)}"
+        if model.recompute == "none":
+            yield f"{shown} has no meaning with model.recompute none: set that to full or selective, or this to null"
+        if len(set(layers)) < len(layers) or any(not 0 <= layer < model.num_layers for layer in layers):
+            yield f"{shown}: different numbers from 0 to {model.num_layers - 1} are needed, below model.num_layers"
+    if model.recompute != "none" and model.backend == "te":
+        yield (
+            f"model.recompute {model.recompute}: Transformer Engine's layers keep their own activations: set "
+            "model.recompute=none, or model.backend=native"
+        )
 
 
 def _check_rope(model: ModelConfig) -> Iterator[str]:

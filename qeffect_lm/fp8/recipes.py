@@ -62,12 +62,18 @@ class Recipe(Protocol):
         columns: bool = True,
         quantiser: Quantiser = quantise,
         into: Place | None = None,
+        scale: torch.Tensor | None = None,
     ) -> Quantised:
         """Quantise an input (``kind`` ``input``) or an output gradient (``grad_output``) ``[tokens, features]``.
 
         Another ``quantiser`` than the plain one, and ``into`` (storages for the columns and the inverse scale), only where
-        ``scales_first``.
+        ``scales_first``. ``scale``: what :meth:`held_scale` gave; None: the current one.
         """
+        ...
+
+    def held_scale(self, layer: str, kind: str) -> torch.Tensor | None:
+        """The scale that an operand is quantised with now, for quantising it once more later in the step; None where that needs
+        none. A copy where the scale could roll in between."""
         ...
 
     def weight(self, layer: str, weight: torch.Tensor) -> Quantised:
@@ -111,6 +117,7 @@ class DelayedScaling:
         columns: bool = True,
         quantiser: Quantiser = quantise,
         into: Place | None = None,
+        scale: torch.Tensor | None = None,
     ) -> Quantised:
         role = f"{layer}.{kind}"
         slot = None
@@ -119,7 +126,12 @@ class DelayedScaling:
             scope.report_amax(role)
             slot = self.timeline.slot_of(role)
         outs = {} if into is None else {"columns_out": into.columns, "scale_inv_out": into.scale_inv}
-        return quantiser(x, self.timeline.scale_of(role), FORMATS[kind], columns=columns, amax_out=slot, **outs)
+        scale = self.timeline.scale_of(role) if scale is None else scale
+        return quantiser(x, scale, FORMATS[kind], columns=columns, amax_out=slot, **outs)
+
+    def held_scale(self, layer: str, kind: str) -> torch.Tensor:
+        scale = self.timeline.scale_of(f"{layer}.{kind}")
+        return scale if self.timeline.window == "step" else scale.clone()
 
     def weight(self, layer: str, weight: torch.Tensor) -> Quantised:
         role = f"{layer}.weight"
@@ -153,10 +165,14 @@ class CurrentScaling:
         columns: bool = True,
         quantiser: Quantiser = quantise,
         into: Place | None = None,
+        scale: torch.Tensor | None = None,
     ) -> Quantised:
         assert quantiser is quantise and into is None, "a tensor's own amax is known only once it is made"
         fmt = FORMATS[kind]
         return quantise(x, current_scale(x, fmt, self.margin), fmt, columns=columns)
+
+    def held_scale(self, layer: str, kind: str) -> None:
+        return None  # the same tensor has the same amax
 
     def weight(self, layer: str, weight: torch.Tensor) -> Quantised:
         return quantise(weight, current_scale(weight, E4M3, self.margin), E4M3)

@@ -19,6 +19,7 @@ from qeffect_lm.layers.base import Layer
 from qeffect_lm.layers.context import LayerContext
 from qeffect_lm.layers.linear import SplitLinear
 from qeffect_lm.layers.norm import RMSNorm
+from qeffect_lm.layers.recompute import recomputed
 from qeffect_lm.layers.rope import Rope, apply_rope, identity_tables
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Attention(Layer):
         rope: rotation of q and k; None: positions are the embedding's business.
         window: a token sees itself and so many tokens less one before it; None: all before it.
         q_norm, k_norm: RMSNorm over ``head_dim`` of every head, before the rotation.
+        selective: of the norm before, the rotation and the attention nothing is kept: I makes it again.
     """
 
     cos: torch.Tensor
@@ -54,10 +56,11 @@ class Attention(Layer):
         window: int | None = None,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
+        selective: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(name)
-        self.qkv, self.out = qkv, out
+        self.qkv, self.out, self.selective = qkv, out, selective
         self.q_norm, self.k_norm = q_norm, k_norm
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.rope, self.window, self._regime = rope, window, 0 if rope is None else rope.regime(max_positions)
@@ -134,7 +137,17 @@ class Attention(Layer):
 
     def _separate(self, x: torch.Tensor, context: LayerContext, norm: Layer | None) -> torch.Tensor:
         """Each part a node of its own."""
-        return self._attended(self.qkv(x, context, norm), context)
+        if not self.selective:
+            return self._attended(self.qkv(x, context, norm), context)
+
+        def project(x: torch.Tensor, context: LayerContext) -> torch.Tensor:
+            return self.qkv(x, context, norm)
+
+        def attend(projected: torch.Tensor, context: LayerContext) -> torch.Tensor:
+            return self._attended(projected, context)
+
+        projected = recomputed(project, x, context, [norm, self.qkv], self.qkv)
+        return recomputed(attend, projected, context, [self.q_norm, self.k_norm, self.out], self.out)
 
     def _attended(self, projected: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """What follows the projection."""
@@ -144,6 +157,8 @@ class Attention(Layer):
         cache = context.cache
         if kernels.usable(fused) and cache is None and not self._windowed(sequence):
             cos, sin = self.tables(0, sequence)
+            if self.selective and self.q_norm is None:
+                fused = fused.clone()  # rotated in place below, and needed once more as it is
             if self.library is not None and self.library.takes(fused):
                 y = _RotatedAttention.apply(fused, cos, sin, self.library)
             else:

@@ -11,7 +11,17 @@ from qeffect_lm.layers.context import LayerContext
 
 
 class Layer(nn.Module):
-    """A module called with ``(x, context)``. ``name`` is its logical name, global over stages."""
+    """A module called with ``(x, context)``. ``name`` is its logical name, global over stages.
+
+    ``recompute``: as a block of a chunk, its activations are made again in I (:mod:`qeffect_lm.layers.recompute`); ``tail`` is
+    then its last linear, if what follows that is sums and dropout only.
+    """
+
+    recompute: bool = False
+
+    @property
+    def tail(self) -> SplitLayer | None:
+        return None
 
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +25,21 @@ class Phase(StrEnum):
 
 
 @dataclass
+class Rerun:
+    """A piece of F that I runs once more (:mod:`qeffect_lm.layers.recompute`), as the layers in it see it.
+
+    Attributes:
+        tail: its last linear, whose product I does not need again; None: all of it runs.
+        scales: layer → the scale that F quantised its input with.
+        first: F is running; False: I is, right before it goes back through the piece.
+    """
+
+    tail: Any = None
+    scales: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    first: bool = True
+
+
+@dataclass
 class LayerContext:
     """Context of one microbatch in one slot. The engine swaps ``scope`` for each action; a backward reads it when it runs.
 
@@ -38,6 +53,7 @@ class LayerContext:
         border: the stage's received buffers (input and output gradient), reused before W of the microbatch.
         joined: the W-slot's place among other microbatches' operands, where W of several is one product.
         again: I of this F will be taken once more (capture does, once per beta), so it must leave what F left.
+        rerun: given to layers whose F runs again in I; F then keeps nothing for I or W, and only F reports amax and retains.
         anchor: 0-dim float that requires grad; makes autograd reach an embedding, whose input has no gradient.
     """
 
@@ -52,6 +68,7 @@ class LayerContext:
     border: tuple[torch.Tensor, ...] = ()
     joined: JoinedPlace | None = None
     again: bool = False
+    rerun: Rerun | None = None
 
     def place_of(self, layer: str, kind: str) -> Place | None:
         """Where ``layer`` quantises its ``input`` or ``grad_output`` to; None: into storages of its own."""

@@ -22,6 +22,7 @@ from qeffect_lm.layers.context import LayerContext
 
 if TYPE_CHECKING:
     from qeffect_lm.layers.attention import Attention
+    from qeffect_lm.layers.linear import SplitLinear
     from qeffect_lm.layers.mlp import GatedMLP
     from qeffect_lm.layers.norm import RMSNorm
 
@@ -84,6 +85,22 @@ def _statistics(quantiser: Quantiser) -> torch.Tensor | None:
     return quantiser.rstd if isinstance(quantiser, NormQuantiser) else None
 
 
+def _held_scale(linear: SplitLinear) -> torch.Tensor | None:
+    assert linear.recipe is not None
+    return linear.recipe.held_scale(linear.name, "input")
+
+
+def _make_columns(
+    linear: SplitLinear, x: torch.Tensor, quantiser: Quantiser, scale: torch.Tensor | None, context: LayerContext
+) -> None:
+    """In I, where W of ``linear`` still waits for it: x's transposed copy, quantised with F's scale."""
+    if linear.lacks_columns(context):
+        assert linear.recipe is not None
+        made = linear.recipe.operand(linear.name, "input", x, None, quantiser=quantiser, scale=scale)
+        assert made.columns is not None
+        linear.give_columns(context, made.columns)
+
+
 def _input_grad(
     rms: RMSNorm | None,
     x: torch.Tensor,
@@ -104,7 +121,7 @@ class FusedMLP(torch.autograd.Function):
 
     Saves ``x``, the norm's statistics and gate_up's output; the activation and d(gate_up) exist in FP8 only, and the transposed
     activation that W of ``down`` reads is made in I (:mod:`qeffect_lm.kernels.swiglu`). Backward runs I of ``down`` and of
-    ``gate_up`` in that order, as two nodes would.
+    ``gate_up`` in that order, as two nodes would. A ``selective`` one makes the transposed norm output in I, too.
     """
 
     @staticmethod
@@ -113,16 +130,17 @@ class FusedMLP(torch.autograd.Function):
     ) -> torch.Tensor:
         flat = x.reshape(-1, mlp.gate_up.in_features).contiguous()
         quantiser = _first_quantiser(rms)
-        hidden = mlp.gate_up.product(flat, context, quantiser)
+        hidden = mlp.gate_up.product(flat, context, quantiser, columns_in_i=mlp.selective)
         activation = SwiGLUQuantiser()
         y = mlp.down.product(hidden, context, activation, flat if residual else None, columns_in_i=True)
-        ctx.save_for_backward(flat, _statistics(quantiser), hidden, activation.scale)
+        scale = _held_scale(mlp.gate_up) if mlp.selective else None
+        ctx.save_for_backward(flat, _statistics(quantiser), hidden, activation.scale, scale)
         ctx.mlp, ctx.rms, ctx.context, ctx.shape, ctx.residual = mlp, rms, context, x.shape, residual
         return y.view(*x.shape[:-1], mlp.down.out_features)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        flat, rstd, hidden, scale = ctx.saved_tensors
+        flat, rstd, hidden, scale, first_scale = ctx.saved_tensors
         mlp, context = ctx.mlp, ctx.context
         dy = dy.reshape(-1, mlp.down.out_features)
         d_act = mlp.down.input_grad(dy, context, True)
@@ -130,6 +148,8 @@ class FusedMLP(torch.autograd.Function):
         dx = mlp.gate_up.input_grad(d_act, context, True, SwiGLUBackwardQuantiser(hidden, activation))
         if activation is not None:
             mlp.down.give_columns(context, activation.columns)
+        if mlp.selective:
+            _make_columns(mlp.gate_up, flat, _first_quantiser(ctx.rms), first_scale, context)
         dx = _input_grad(ctx.rms, flat, rstd, dx, dy if ctx.residual else None, context)
         return dx.view(ctx.shape), None, None, None, None
 
@@ -138,7 +158,8 @@ class FusedAttention(torch.autograd.Function):
     """``out(attend(rope(qkv(norm(x)))))``, with or without norm, with or without ``x +`` before it, as one node.
 
     Saves ``x``, the norm's statistics, the projection with q and k rotated where they lie, attention's result and its row
-    statistics; d(qkv) exists in FP8 only. Backward runs I of ``out`` and of ``qkv`` in that order, as two nodes would.
+    statistics; d(qkv) exists in FP8 only. Backward runs I of ``out`` and of ``qkv`` in that order, as two nodes would. A
+    ``selective`` one keeps neither the result nor the statistics nor W's operands: attention and norm run again in I.
     """
 
     @staticmethod
@@ -148,25 +169,35 @@ class FusedAttention(torch.autograd.Function):
         batch, sequence, _ = x.shape
         flat = x.reshape(-1, attention.qkv.in_features).contiguous()
         quantiser = _first_quantiser(rms)
-        fused = attention.qkv.product(flat, context, quantiser)
+        selective = attention.selective
+        fused = attention.qkv.product(flat, context, quantiser, columns_in_i=selective)
         fused = fused.view(batch, sequence, attention.kv_heads, attention.heads // attention.kv_heads + 2, attention.head_dim)
         cos, sin = attention.tables(0, sequence)
         rope.rotate_(fused, cos, sin)
         y, saved = sdpa.forward(fused, attention.library)
-        result = attention.out.product(y.reshape(batch * sequence, -1), context, residual=flat if residual else None)
-        ctx.save_for_backward(flat, _statistics(quantiser), fused, y, cos, sin, *saved.tensors)
+        rest = flat if residual else None
+        result = attention.out.product(y.reshape(batch * sequence, -1), context, residual=rest, columns_in_i=selective)
+        scales = [_held_scale(part) for part in (attention.qkv, attention.out)] if selective else [None, None]
+        kept = () if selective else (y, *saved.tensors)
+        ctx.save_for_backward(flat, _statistics(quantiser), fused, cos, sin, *scales, *kept)
         ctx.attention, ctx.rms, ctx.context, ctx.residual = attention, rms, context, residual
         ctx.shape, ctx.saved = x.shape, replace(saved, tensors=())  # autograd keeps the tensors
         return result.view(*x.shape[:-1], attention.out.out_features)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        flat, rstd, fused, y, cos, sin, *tensors = ctx.saved_tensors
+        flat, rstd, fused, cos, sin, qkv_scale, out_scale, *kept = ctx.saved_tensors
         attention, context = ctx.attention, ctx.context
         dy = dy.reshape(-1, attention.out.out_features)
         d_y = attention.out.input_grad(dy, context, True)
-        saved = replace(ctx.saved, tensors=tuple(tensors))
+        if attention.selective:
+            y, saved = sdpa.forward(fused, attention.library)
+            _make_columns(attention.out, y.reshape(dy.shape[0], -1), quantise, out_scale, context)
+        else:
+            y, saved = kept[0], replace(ctx.saved, tensors=tuple(kept[1:]))
         dq, dk, dv = sdpa.backward(d_y.view(y.shape), fused, y, saved, attention.library)
         dx = attention.qkv.input_grad(dq, context, True, RotaryBackwardQuantiser(dk, dv, cos, sin))
+        if attention.selective:
+            _make_columns(attention.qkv, flat, _first_quantiser(ctx.rms), qkv_scale, context)
         dx = _input_grad(ctx.rms, flat, rstd, dx, dy if ctx.residual else None, context)
         return dx.view(ctx.shape), None, None, None, None

@@ -21,7 +21,7 @@ from qeffect_lm.fp8.gemm import accumulate_mm, accumulate_scaled_mm, mm, scaled_
 from qeffect_lm.fp8.quantise import Quantised, quantise
 from qeffect_lm.fp8.recipes import Quantiser, Recipe
 from qeffect_lm.layers.base import Layer, SplitLayer
-from qeffect_lm.layers.context import LayerContext, Phase
+from qeffect_lm.layers.context import LayerContext, Phase, Rerun
 from qeffect_lm.layers.norm import RMSNorm
 
 if TYPE_CHECKING:
@@ -102,27 +102,75 @@ class SplitLinear(SplitLayer):
         """F on ``[tokens, in]``: the GEMM, and the lease in TRAIN. ``quantiser`` makes the FP8 input of ``x``; ``residual``
         ``[tokens, out]`` is added before the rounding of an FP8 product. With ``columns_in_i`` x's transposed copy, unless it
         has a place of its own, is made in I by the caller (:meth:`give_columns`)."""
-        retains = context.training and self.weight.requires_grad
+        rerun = context.rerun if context.training else None
         if self.recipe is None or context.phase is Phase.CALIBRATE:
             if self.recipe is not None:
                 self.recipe.observe(self.name, "input", x)
                 self.recipe.observe(self.name, "weight", self.weight.bfloat16())
-            if retains:
-                context.active_scope().retain(self.name, WeightGradOperands(context.owned(x).t()))
+            self._retain(x, context)
+            if rerun is not None and not rerun.first and rerun.tail is self:
+                return self._nothing(x)
             y = mm(x, self.weight, library=self.library)
             return y if residual is None else y + residual
-        scope = context.scope if context.training else None
-        into = context.place_of(self.name, "input") if retains else None
-        columns = retains and not (columns_in_i and into is None)
-        q = self.recipe.operand(self.name, "input", x, scope, columns=columns, quantiser=quantiser, into=into)
+        if rerun is None or rerun.first:
+            q = self._quantised(x, context, quantiser, columns_in_i)
+        else:
+            q = self._quantised_again(x, context, rerun, quantiser, columns_in_i)
+            if rerun.tail is self:
+                return self._nothing(x)
         weight = self._cached("rows", context)
         assert q.rows is not None and weight.rows is not None
-        if retains:
-            context.active_scope().retain(self.name, WeightGradOperands(q.columns, q.scale_inv))
         return scaled_mm(
             q.rows, q.scale_inv, weight.rows, weight.scale_inv, x.dtype,
             residual=residual, library=self.library, fast_accumulation=True,
         )  # fmt: skip
+
+    def _retains(self, context: LayerContext) -> bool:
+        return context.training and self.weight.requires_grad
+
+    def _retain(self, x: torch.Tensor, context: LayerContext) -> None:
+        """x into the lease, without FP8; where F runs again only then."""
+        if not self._retains(context):
+            return
+        rerun = context.rerun
+        if rerun is not None and not rerun.first:
+            self.give_columns(context, context.owned(x).t())
+        else:
+            held = None if rerun is not None else context.owned(x).t()
+            context.active_scope().retain(self.name, WeightGradOperands(held))
+
+    def _quantised(
+        self, x: torch.Tensor, context: LayerContext, quantiser: Quantiser, columns_in_i: bool
+    ) -> Quantised:
+        """x in FP8, reported and retained. Columns that have a place of their own are made now, whoever wants them later."""
+        assert self.recipe is not None
+        retains, rerun = self._retains(context), context.rerun if context.training else None
+        into = context.place_of(self.name, "input") if retains else None
+        columns = retains and not ((columns_in_i or rerun is not None) and into is None)
+        if rerun is not None:
+            rerun.scales[self.name] = self.recipe.held_scale(self.name, "input")
+        scope = context.scope if context.training else None
+        q = self.recipe.operand(self.name, "input", x, scope, columns=columns, quantiser=quantiser, into=into)
+        if retains:
+            context.active_scope().retain(self.name, WeightGradOperands(q.columns, q.scale_inv))
+        return q
+
+    def _quantised_again(
+        self, x: torch.Tensor, context: LayerContext, rerun: Rerun, quantiser: Quantiser, columns_in_i: bool
+    ) -> Quantised:
+        """The same FP8 in I, with F's scale: nothing is reported or retained anew, the lease gets what F left out."""
+        assert self.recipe is not None
+        columns = self.lacks_columns(context) and not columns_in_i
+        scale = rerun.scales[self.name]
+        q = self.recipe.operand(self.name, "input", x, None, columns=columns, quantiser=quantiser, scale=scale)
+        if columns:
+            assert q.columns is not None
+            self.give_columns(context, q.columns)
+        return q
+
+    def _nothing(self, x: torch.Tensor) -> torch.Tensor:
+        """Stands for a product whose value nobody reads."""
+        return x.new_zeros(x.shape[0], self.out_features)
 
     # ---- I -----------------------------------------------------------------------------------------------------
 
@@ -157,7 +205,7 @@ class SplitLinear(SplitLayer):
         return scope.ledger.leases.handle(scope.chunk, scope.microbatch, self.name)
 
     def lacks_columns(self, context: LayerContext) -> bool:
-        """After :meth:`input_grad`: whether W still waits for x's transposed copy."""
+        """In I: whether W still waits for x's transposed copy."""
         return context.training and self.weight.requires_grad and self._handle(context).payload.x is None
 
     def give_columns(self, context: LayerContext, columns: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ from qeffect_lm.layers.base import Layer
 from qeffect_lm.layers.context import LayerContext
 from qeffect_lm.layers.linear import SplitLinear
 from qeffect_lm.layers.norm import RMSNorm
+from qeffect_lm.layers.recompute import recomputed
 
 # Hugging Face's names.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -25,11 +26,20 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class GatedMLP(Layer):
-    """``down(activation(gate) * up)``; ``gate_up`` holds gate's rows, then up's. With ``silu`` it is SwiGLU."""
+    """``down(activation(gate) * up)``; ``gate_up`` holds gate's rows, then up's. With ``silu`` it is SwiGLU.
 
-    def __init__(self, name: str, gate_up: SplitLinear, down: SplitLinear, activation: str = "silu") -> None:
+    ``selective``: of the norm before and the activation nothing is kept: I makes it again.
+    """
+
+    def __init__(
+        self, name: str, gate_up: SplitLinear, down: SplitLinear, activation: str = "silu", *, selective: bool = False
+    ) -> None:
         super().__init__(name)
-        self.gate_up, self.down, self.activation = gate_up, down, activation
+        self.gate_up, self.down, self.activation, self.selective = gate_up, down, activation, selective
+
+    @property
+    def tail(self) -> SplitLinear:
+        return self.down
 
     def forward(
         self, x: torch.Tensor, context: LayerContext, norm: Layer | None = None, *, residual: bool = False
@@ -40,8 +50,7 @@ class GatedMLP(Layer):
 
             fused: torch.Tensor = FusedMLP.apply(x, self, norm, context, residual)
             return fused
-        hidden = self.gate_up(x, context) if norm is None else self.gate_up(x, context, norm)
-        y = self.down(self._activated(hidden), context)
+        y = _two_products(self, self.gate_up, self._activated, x, context, norm)
         return x + y if residual else y
 
     def _one_node(self, x: torch.Tensor, context: LayerContext, norm: Layer | None) -> bool:
@@ -59,18 +68,46 @@ class GatedMLP(Layer):
 
 
 class PlainMLP(Layer):
-    """``down(activation(up))``, as in GPT-2."""
+    """``down(activation(up))``, as in GPT-2; ``selective`` as of :class:`GatedMLP`."""
 
-    def __init__(self, name: str, up: SplitLinear, down: SplitLinear, activation: str = "gelu_new") -> None:
+    def __init__(
+        self, name: str, up: SplitLinear, down: SplitLinear, activation: str = "gelu_new", *, selective: bool = False
+    ) -> None:
         super().__init__(name)
-        self.up, self.down, self.activation = up, down, activation
+        self.up, self.down, self.activation, self.selective = up, down, activation, selective
+
+    @property
+    def tail(self) -> SplitLinear:
+        return self.down
 
     def forward(
         self, x: torch.Tensor, context: LayerContext, norm: Layer | None = None, *, residual: bool = False
     ) -> torch.Tensor:
         """``norm``, if given, comes first; with ``residual`` ``x`` is added to the result."""
-        y = self.down(ACTIVATIONS[self.activation](self.up(x, context, norm)), context)
+        y = _two_products(self, self.up, ACTIVATIONS[self.activation], x, context, norm)
         return x + y if residual else y
+
+
+def _two_products(
+    mlp: GatedMLP | PlainMLP,
+    first: SplitLinear,
+    activation: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    context: LayerContext,
+    norm: Layer | None,
+) -> torch.Tensor:
+    """``down(activation(first(norm(x))))``, each part a node of its own."""
+
+    def enter(x: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        return first(x, context) if norm is None else first(x, context, norm)
+
+    def leave(hidden: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        made: torch.Tensor = mlp.down(activation(hidden), context)
+        return made
+
+    if not mlp.selective:
+        return leave(enter(x, context), context)
+    return recomputed(leave, recomputed(enter, x, context, [norm, first], first), context, [mlp.down], mlp.down)
 
 
 class _SwiGLU(torch.autograd.Function):
