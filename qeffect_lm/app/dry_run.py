@@ -13,6 +13,7 @@ from pipeline.plan import Plan
 from pipeline.simulate import simulate
 from pipeline.timeline_text import render
 from qeffect_lm.app import optimizer as optimizers
+from qeffect_lm.app.activations import activations, recompute_note
 from qeffect_lm.app.assemble import DTYPES, check_supported, make_plan, make_recipe, param_specs, shard_of
 from qeffect_lm.app.auto_plan import decide, explain, needs_profile
 from qeffect_lm.app.profile import made_up_batch, profile
@@ -51,6 +52,7 @@ def describe(config: Config, gradients: bool = False) -> str:
         "",
         memory_table(config, plan, specs, counts),
         *staged_copies(config, plan, specs, counts),
+        *recompute_note(config, plan, counts, DTYPES[config.precision.dtype]),
         *coalesced_places(config, plan, counts),
         *bucket_tables(config, plan, specs, counts),
         *(gradient_tables(config, plan, specs, counts) if gradients else []),
@@ -210,32 +212,8 @@ def memory_of(config: Config, plan: Plan, rank: int, specs: dict[str, ParameterS
         "gradients": (size + sum(param.numel for param in tied) + received) * optimizers.grad_dtype(config).itemsize,
         "optimizer": 2 * owned * _moment(config),
         "caches": 2 * cached,
-        "activations": _activations(config, plan, rank, counts),
+        "activations": activations(config, plan, rank, counts, dtype),
     }
-
-
-def _activations(config: Config, plan: Plan, rank: int, counts: list[int]) -> int:
-    """What F leaves for I (norm inputs, attention, MLP, loss) and for W (the linears' inputs and output gradients)."""
-    model, data = config.model, config.data
-    tokens = data.seq_len * data.microbatch_size
-    item = DTYPES[config.precision.dtype].itemsize
-    heads = model.num_heads * model.head_dim
-    qkv = heads + 2 * model.num_kv_heads * model.head_dim
-    stored = 1 if config.precision.fp8.recipe != "none" else item
-    for_input_grad = tokens * item * (2 * model.hidden_size + qkv + 4 * heads + 2 * model.ffn_size)
-    linears = 2 * model.hidden_size + heads + model.ffn_size + qkv + 2 * model.hidden_size + 2 * model.ffn_size
-    for_weight_grad = tokens * stored * linears
-    slots = plan.slots[rank]
-    total = 0
-    for chunk in plan.placement.chunks(rank):
-        border = 4 * tokens * model.hidden_size * item
-        i_bytes = counts[chunk] * for_input_grad + border
-        w_bytes = counts[chunk] * for_weight_grad
-        if chunk == plan.placement.num_chunks - 1:
-            i_bytes += tokens * (model.vocab_size + 2 * model.hidden_size) * item
-            w_bytes += tokens * (model.vocab_size + model.hidden_size) * item
-        total += slots.i_slots.count[chunk] * i_bytes + slots.w_slots.count[chunk] * w_bytes
-    return total
 
 
 def _indent(text: str) -> str:
