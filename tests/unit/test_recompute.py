@@ -10,6 +10,7 @@ import torch
 from models.decoder import DecoderBlock
 from models.spec import Chunk
 from pipeline.measure import saved_tensors
+from qeffect_lm.app.dry_run import describe
 from qeffect_lm.contract.leases import Slot
 from qeffect_lm.contract.ledger import Scope
 from qeffect_lm.errors import UsageError
@@ -178,6 +179,23 @@ def test_less_is_kept(recipe):
     for got, features in ((full, hidden), (selective, 2 * hidden + qkv + gate_up)):
         assert 0 <= got - rest - 4 * bytes_of_one * features < 512, (off, full, selective)
     assert off > 1.4 * selective
+
+
+def test_the_dry_run_says_what_it_saves():
+    """Of bfloat16 activations, per layer and microbatch; with some layers only those; W's operands from I on."""
+
+    def page(**keys: Any) -> str:
+        model = {f"model__{key}": value for key, value in keys.items()}
+        return describe(config(**RECIPES["bfloat16"], data__seq_len=1024, **model))
+
+    def held(text: str) -> float:
+        row = next(line.split() for line in text.splitlines() if len(line.split()) == 7 and line.split()[0] == "0")
+        return float(row[5])
+
+    off, full, two_of_them = page(), page(recompute="full"), page(recompute="full", recompute_layers=(0, 2))
+    assert "model.recompute full, 4 of 4 layers" in full and "model.recompute full, 2 of 4 layers" in two_of_them
+    assert "model.recompute" not in off
+    assert held(full) < held(two_of_them) < held(off) and held(page(recompute="selective")) < held(off)
 
 
 class _Outer(Layer):
