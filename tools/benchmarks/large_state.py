@@ -6,6 +6,7 @@ its own. So no more than one rank's tensors are there at a time, two decoder lay
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import resource
 import shutil
@@ -105,6 +106,7 @@ class _Comm:
         self._cells, self._meet, self._turns = cells, meet, turns
 
     def gather(self, obj: Any) -> list[Any] | None:
+        _give_back()
         self._turns[self.rank + 1].set()
         everything = self._exchange(obj)
         return everything if self.rank == 0 else None
@@ -185,6 +187,13 @@ def _save(parts: list[list[Spec]], folder: Path) -> Path:
 
     with ThreadPoolExecutor(world) as pool:
         return list(pool.map(body, range(world)))[0]
+
+
+def _give_back() -> None:
+    """glibc keeps what a thread freed for that thread, and each rank has one: without this, the ranks' leftovers add up."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _peak() -> int:
