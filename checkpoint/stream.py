@@ -76,7 +76,7 @@ class Stream:
             try:
                 written = self._ops.write(self._file, data[: len(data) // BLOCK * BLOCK])
             except OSError as error:
-                if error.errno != errno.EINVAL:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
                 written = 0  # the flag was accepted and the write is not: larger blocks, say
             data = data[written:]

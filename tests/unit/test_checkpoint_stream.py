@@ -48,6 +48,8 @@ class _Watched(FileOps):
             assert address % BLOCK == 0 and len(data) % BLOCK == 0 and file.tell() % BLOCK == 0
             if self.kind == "larger blocks":
                 raise OSError(errno.EINVAL, "Invalid argument")
+            if self.kind == "not supported":
+                raise OSError(errno.EOPNOTSUPP, "Operation not supported")
         self.past.append(self.is_direct)
         if self.kind != "short writes":
             return super().write(file, data)
@@ -57,7 +59,7 @@ class _Watched(FileOps):
         return written
 
 
-@pytest.mark.parametrize("kind", ["sound", "refused", "larger blocks", "short writes"])
+@pytest.mark.parametrize("kind", ["sound", "refused", "larger blocks", "not supported", "short writes"])
 @pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, ROOM, ROOM + 1, 3 * ROOM, 5 * ROOM + BLOCK + 7])
 def test_a_stream_writes_what_it_is_given(tmp_path: Path, kind: str, size: int) -> None:
     """Whatever the pieces, the length and the file system; the caller's memory may change as soon as ``append`` returns."""
