@@ -17,6 +17,7 @@ from torch import nn
 from checkpoint import Checkpoint, CheckpointError, open_checkpoint, resolve
 from checkpoint.load import load_into
 from models import build_model
+from models.decoder import DecoderBlock
 from qeffect_lm.app.assemble import DTYPES, device_of, make_recipe, make_timeline
 from qeffect_lm.app.shapes import saved_config
 from qeffect_lm.config import Config
@@ -164,12 +165,14 @@ def build(config: Config, weights: Weights, context: int | None = None) -> Infer
         bind_products(chunk, CublasLt(device))
         bind_attention(chunk, cudnn_attention.load(device))
     chunk.eval()
+    attention = [block.attention for block in chunk.modules() if isinstance(block, DecoderBlock)]
     return InferenceModel(
         chunk.blocks,
         device,
         context_length=context or config.data.seq_len,
         vocab_size=config.model.vocab_size,
         token_bytes=sum(2 * m.kv_heads * m.head_dim for m in chunk.modules() if isinstance(m, Attention)) * dtype.itemsize,
+        caches=bool(attention) and all(layer.caches for layer in attention),
         alone=isinstance(recipe, CurrentScaling),
         tensors=tensors,
     )

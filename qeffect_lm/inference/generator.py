@@ -35,12 +35,14 @@ class NewToken:
 
 @dataclass
 class _Sequence:
-    """A sequence in a row: all its tokens, how many are new, how many the cache holds."""
+    """A sequence in a row: all its tokens, how many are new, which is the first that the model still sees, and how many of
+    these the cache holds."""
 
     prompt: int
     tokens: list[int]
     key: int
     new: int = 0
+    first: int = 0
     cached: int = 0
 
 
@@ -118,7 +120,7 @@ class Generator:
         running: dict[int, _Sequence] = {}
         try:
             while waiting or running:
-                for row in range(self.rows):
+                for row in range(self.rows):  # of a model without a cache whole sequences, one by one
                     yield from self._ready(row, running, waiting, count)
                 if running:
                     tokens = self._step(running)
@@ -152,7 +154,7 @@ class Generator:
                 if not waiting:
                     return
                 running[row] = waiting.popleft()
-            elif sequence.cached < self.model.context_length:
+            elif self.model.caches and sequence.cached < self.model.context_length:
                 return
             yield from self._take(running, row, count, self._first_pass(row, running[row]))
 
@@ -172,14 +174,18 @@ class Generator:
 
     @torch.no_grad()
     def _first_pass(self, row: int, sequence: _Sequence) -> int:
-        """The tokens of a new sequence, or the second half of one that filled the context; returns the next token."""
-        context = self.model.context_length
-        part = sequence.tokens[-context:] if sequence.new == 0 else sequence.tokens[-max(1, context // 2) :]
+        """The tokens of a new sequence, or the second half of one that filled the context; returns the next token. Where the
+        model has no cache every pass is one."""
+        context, count = self.model.context_length, len(sequence.tokens)
+        if count - sequence.first > context:
+            sequence.first = count - (context if sequence.new == 0 else max(1, context // 2))
+        part = sequence.tokens[sequence.first :]
         state, device = self._state, self.model.device
-        cache = self._cache.fresh_row(row)
+        cache = self._cache.fresh_row(row) if self.model.caches else None
         hidden = self.model.hidden(torch.tensor([part], device=device), cache)
         logits = self.model.head(hidden[:, -1:])[:, -1, : self._width]
-        cache.lengths.add_(len(part))
+        if cache is not None:
+            cache.lengths.add_(len(part))
         sequence.cached = len(part)
         state.key[row].fill_(sequence.key)
         state.count[row].fill_(sequence.new)

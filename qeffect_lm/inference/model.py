@@ -21,6 +21,7 @@ class InferenceModel:
         context_length: the most tokens of one sequence.
         vocab_size: the number of logits.
         token_bytes: keys and values of one token, in all layers.
+        caches: its attention takes part in a cache; else every token needs a pass over all before it.
         alone: sequences must be run one by one, since an FP8 recipe scales whole tensors: what lies beside a sequence would
             change it.
         tensors: what the layers read, by name, for the register of a capture.
@@ -31,6 +32,7 @@ class InferenceModel:
     context_length: int
     vocab_size: int
     token_bytes: int
+    caches: bool = True
     alone: bool = False
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 

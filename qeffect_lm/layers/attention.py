@@ -37,6 +37,7 @@ class Attention(Layer):
         selective: of the norm before, the rotation and the attention nothing is kept: I makes it again.
     """
 
+    caches = True
     cos: torch.Tensor
     sin: torch.Tensor
     cos_ends: torch.Tensor | None

@@ -14,10 +14,12 @@ class Layer(nn.Module):
     """A module called with ``(x, context)``. ``name`` is its logical name, global over stages.
 
     ``recompute``: as a block of a chunk, its activations are made again in I (:mod:`qeffect_lm.layers.recompute`); ``tail`` is
-    then its last linear, if what follows that is sums and dropout only.
+    then its last linear, if what follows that is sums and dropout only. ``caches``, of a layer in the slot attention: it takes
+    part in ``context.cache``, so that generation may go token by token.
     """
 
     recompute: bool = False
+    caches: bool = False
 
     @property
     def tail(self) -> SplitLayer | None:

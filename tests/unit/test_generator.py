@@ -80,6 +80,25 @@ def test_cached_and_batched_is_the_definition(model, prompts, rows, count, sampl
     assert [new.reason for new in made if new.reason] == ["length"] * len(prompts)
 
 
+def test_a_model_without_a_cache_gets_full_passes(monkeypatch):
+    """Its attention says nothing of a cache, and sees none."""
+    from qeffect_lm.layers.attention import Attention
+
+    plain = Attention.forward
+
+    def forward(self, x, context, norm=None, *, residual=False):
+        assert context.cache is None
+        return plain(self, x, context, norm, residual=residual)
+
+    monkeypatch.setattr(Attention, "caches", False)
+    monkeypatch.setattr(Attention, "forward", forward)
+    model = random_model(model__num_layers=2)
+    assert not model.caches
+    prompts, sampling = [[1, 2, 3], [9] * 20, [5]], Sampling(1.0, 0)
+    made = tokens_of(list(Generator(model, sampling, 2, graphs=HostReplay()).run(prompts, 19)), 3)
+    assert made == [without_cache(model, prompt, sampling, 19) for prompt in prompts]
+
+
 def test_equal_prompts_draw_their_own(model):
     made = tokens_of(list(Generator(model, Sampling(1.0, 0), 2).run([[1, 2], [3], [1, 2]], 12)), 3)
     assert made[0] != made[2] and made[0] == without_cache(model, [1, 2], Sampling(1.0, 0), 12)
