@@ -100,7 +100,7 @@ HIDDEN_STATE: tuple[HiddenState, ...] = (
     HiddenState(
         "dropout keys",
         "stage",
-        "(seed, step, microbatch, DP rank)",
+        "(seed, step, microbatch's place over all replicas)",
         "device tensor, mask from its value",
         "follow from the step",
     ),

@@ -45,7 +45,7 @@ class LayerContext:
 
     Attributes:
         scope: effects of the running action (None in evaluation and calibration).
-        key: 0-dim int64, the random key of (seed, step, microbatch, DP rank).
+        key: 0-dim int64, the random key of (seed, step, the microbatch's place over all replicas).
         targets: ``[batch, sequence]`` int64, on the last stage.
         loss_mask: ``[batch, sequence]`` float32, 0 where a target does not count.
         divisor: 0-dim float, the DP-global number of valid tokens of the step.
