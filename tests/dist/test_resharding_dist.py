@@ -6,11 +6,16 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from checkpoint import open_checkpoint
 from checkpoint.sums import of_checkpoint, state_digest
+from qeffect_lm.app.inference import load_for_inference
+from qeffect_lm.inference.generator import Generator
+from qeffect_lm.inference.sampling import Sampling
 from tests.resharding import assert_equal
 from tests.runs import CONFIG, checkpoint_of, metrics_of, overrides, run_here, write_config
+from tests.tiny import differing
 from tools.common import environment, launch
 
 STEPS = "train.steps=16"
@@ -51,6 +56,12 @@ def test_one_run_over_four_layouts(tmp_path):
     assert near[9][0] == pytest.approx(whole[9][0], rel=1e-14) and near[9][1] == pytest.approx(whole[9][1], rel=1e-6)
     assert [near[n][0] for n in range(9, 17)] == pytest.approx([whole[n][0] for n in range(9, 17)], rel=1e-3)
     assert checkpoint_of(tmp_path, "grid").meta["data"] == checkpoint_of(tmp_path, "one").meta["data"]
+
+    models = {name: load_for_inference(tmp_path / name / "checkpoints").model for name in ("one", "stages", "grid")}
+    held = {name: {n: t.view(torch.uint8) for n, t in model.tensors.items() if t.dim()} for name, model in models.items()}
+    assert differing(held["one"], held["stages"]) == [] and len(held["grid"]) == len(held["one"])
+    made = {name: list(Generator(model, Sampling(0), 2).run([[1, 2, 3], [9]], 20)) for name, model in models.items()}
+    assert made["one"] == made["stages"] and len(made["grid"]) == 40, "one process generates from any layout"
 
     output = carried(tmp_path, "again", step("grid", 12), 1, "data.microbatch_size=2")
     again = losses(tmp_path, "again")

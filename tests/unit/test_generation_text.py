@@ -98,6 +98,12 @@ def test_stop_strings_see_characters_not_bytes(tokenizer):
     assert "".join(pushed) == "a" and continuation.stop == "ő" and continuation.finish() == ""
 
 
+def test_what_was_held_back_comes_at_the_end(tokenizer):
+    continuation = Continuation(tokenizer.decoder(), ["xő!"])
+    pushed = [continuation.push(token) for token in tokenizer.encode("axő")]
+    assert "".join(pushed) == "a" and continuation.finish() == "xő" and continuation.text == "axő"
+
+
 def test_models_from_elsewhere(foreign):
     """D4: the space of a dummy prefix is swallowed at the text's beginning only, an unknown character shows as
     sentencepiece shows it, and begin and end tokens are no text."""
