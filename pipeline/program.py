@@ -30,6 +30,7 @@ from typing import Any
 
 from pipeline.schedules import Placement
 from qeffect_lm.contract.errors import PlanError
+from qeffect_lm.errors import shown
 
 FORMAT = 1
 COMPUTE, COLLECTIVE, SAVING = "compute", "collective", "saving"
@@ -256,8 +257,8 @@ class Program:
             if type(joined) is not int or not 1 <= joined <= microbatches:
                 raise ValueError(f"coalesce_w {joined!r} with {microbatches} microbatches")
             return cls(str(document["schedule"]), placement, microbatches, window, rows, unordered, joined)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PlanError(f"not a plan with its effects: {type(error).__name__}: {error}") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+            raise PlanError(f"not a plan with its effects: {type(error).__name__}: {shown(str(error))}") from None
 
 
 def _parsed(line: str, rank: int, position: int) -> Op:

@@ -70,7 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return _look(checkpoint, arguments, picture)
     except QEffectError:
         raise
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:  # meta data are free JSON
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:  # meta data are free JSON
         what = f"{type(error).__name__}: {shown(str(error))}"
         raise UsageError(f"{checkpoint.path}: its meta data are not those of a training run ({what})") from error
 
@@ -132,7 +132,7 @@ def _plan(meta: dict[str, Any]) -> dict[str, Any] | None:
         plan = json.loads(meta["plan"])
         said = {key: plan[key] for key in ("schedule", "microbatches", "placement", "window")}
         return {**said, "actions": sum(map(len, plan["actions"])), "fingerprint": meta.get("plan_fingerprint")}
-    except (KeyError, TypeError, ValueError):  # not saved by a training run
+    except (KeyError, TypeError, ValueError, RecursionError):  # not saved by a training run
         return None
 
 

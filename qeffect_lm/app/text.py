@@ -14,7 +14,7 @@ from qeffect_lm.app.inference import Loaded
 from qeffect_lm.app.starting import TOKENIZER
 from qeffect_lm.data.hf_tokenizer import HuggingFaceTokenizer
 from qeffect_lm.data.tokenizer import PieceDecoder, Tokenizer
-from qeffect_lm.errors import UsageError
+from qeffect_lm.errors import UsageError, shown
 
 HF_TOKENIZER, HF_SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
@@ -118,6 +118,6 @@ def _companion(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(checkpoint.read_file(name))
-    except ValueError as error:
-        raise UsageError(f"{checkpoint.path / name} is no JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{checkpoint.path / name} is no JSON: {shown(str(error))}") from error
     return found if isinstance(found, dict) else {}

@@ -218,7 +218,7 @@ class Tokenizer:
             if isinstance(record, dict) and "sha256" not in record and {"model", "added_tokens"} <= record.keys():
                 return None  # tokenizer.json beside tokenizer.model: Hugging Face's own form of it
             found = record["sha256"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise UsageError(
                 f"{path}, the settings of tokenizer {self.path}, cannot be read: {error}; restore it, or "
                 "remove it to use the model without its settings"

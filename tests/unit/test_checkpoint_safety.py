@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import os
 import time
@@ -320,6 +321,26 @@ def test_no_configuration_makes_a_model_that_is_not_there(run: Path) -> None:
             assert words in str(problem)
         with pytest.raises(QEffectError, match=words):
             load_for_inference(run)
+
+
+def test_json_of_thousands_of_brackets_within_a_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Python's parser gives up with an error of its own kind; so does whoever parses what a checkpoint carries."""
+    from pipeline.plan import Plan
+    from pipeline.program import Program
+    from qeffect_lm.app.text import _companion
+    from tools import inspect
+
+    deep = "[" * 100_000
+    for parse in (Plan.from_json, Program.from_json):
+        with pytest.raises(QEffectError, match="RecursionError"):
+            parse(deep)
+    reseal(run, lambda body: body["meta"].update(plan=deep))
+    assert inspect.main([str(run)]) == 0 and "plan " not in capsys.readouterr().out
+    (run / "config.json").write_text(deep)
+    entry = {"size": len(deep), "hashed": len(deep), "sha256": hashlib.sha256(deep.encode()).hexdigest()}
+    reseal(run, lambda body: body["files"].update({"config.json": entry}))
+    with pytest.raises(QEffectError, match="config.json is no JSON"):
+        _companion(open_checkpoint(run), "config.json")
 
 
 def test_a_record_of_other_types_is_damage(tmp_path: Path) -> None:
