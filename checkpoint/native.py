@@ -63,16 +63,16 @@ def read_native(path: Path, *, wide: bool = False) -> Model:
         raise UsageError(f"{checkpoint.path} holds no configuration: it was not saved by a training run or a conversion")
     prefixes = ("master", "param") if wide else ("param", "master")
     items = [_item(checkpoint, full) for full in _parameters(checkpoint, prefixes)]
-    origin = checkpoint.meta.get("origin") or {}
+    origin, tokens = checkpoint.within("origin"), checkpoint.meta.get("tokens", 0)
     return Model(
         where=str(checkpoint.path),
         section=dict(saved["model"]),
         items=items,
         dtype=str(origin.get("dtype") or main_dtype(items)),
-        seq_len=(saved.get("data") or {}).get("seq_len"),
+        seq_len=checkpoint.within("config", "data").get("seq_len"),
         main=str(origin.get("main") or main_dtype(items)),
         files={name: raw for name, raw in checkpoint.companions().items() if name != MODEL_FILE},
-        progress=Progress(checkpoint.step, int(checkpoint.meta.get("tokens", 0))),
+        progress=Progress(checkpoint.step, tokens if isinstance(tokens, int) else 0),
         dropped=_left_behind(checkpoint, items),
     )
 

@@ -52,6 +52,13 @@ class Checkpoint:
     def meta(self) -> dict[str, Any]:
         return self.manifest.meta
 
+    def within(self, *keys: str) -> dict[str, Any]:
+        """What the meta data hold under these keys, one within the other; {} unless there is an object. They are free JSON."""
+        found: Any = self.meta
+        for key in keys:
+            found = found.get(key) if isinstance(found, dict) else None
+        return found if isinstance(found, dict) else {}
+
     def rank_meta(self, rank: int) -> dict[str, Any]:
         """What ``rank`` alone had saved. Raises :class:`CheckpointError` for a rank that took no part."""
         for entry in self.manifest.ranks:

@@ -18,6 +18,9 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
+Positive = Annotated[int, Field(ge=1, lt=2**31, strict=True)]
+
+
 class _Timeline(_Part):
     epochs: dict[Direction, Count]
     commits: Count
@@ -34,11 +37,41 @@ class _Contract(_Part):
     weights: _Weights
 
 
+class _Parallel(_Part):
+    dp: Positive
+
+
+class _Pipeline(_Part):
+    microbatches: Positive
+    schedule: StrictStr
+
+
+class _Data(_Part):
+    microbatch_size: Positive
+
+
+class _Train(_Part):
+    steps: Count
+    threads: Positive = 1
+
+
+class _Config(BaseModel):
+    """Sections, and in them what is read before the configuration is compared with a run's."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    __pydantic_extra__: dict[str, dict[str, Any]]
+
+    parallel: _Parallel
+    pipeline: _Pipeline
+    data: _Data
+    train: _Train
+
+
 class _SavedRun(_Part):
     tokens: Count
-    config: dict[str, dict[str, Any]]
+    config: _Config
     data: dict[str, Any]
-    layout: dict[str, Annotated[int, Field(ge=1, le=2**31, strict=True)]]
+    layout: dict[str, Positive]
     plan: StrictStr
     contract: _Contract
     graph_fingerprints: tuple[StrictStr, ...]

@@ -140,7 +140,7 @@ def _values(checkpoint: Checkpoint, name: str) -> list[float]:
 
 def _expected(checkpoint: Checkpoint, kinds: Sequence[str], histories: Sequence[Sequence[float]]) -> list[float | None]:
     """The scale of each history by the saved configuration's rule; None where it gives none, or the rule is not known."""
-    fp8 = ((checkpoint.meta.get("config") or {}).get("precision") or {}).get("fp8") or {}
+    fp8 = checkpoint.within("config", "precision", "fp8")
     if fp8.get("recipe") != "delayed" or any(len(history) not in (0, fp8["history"]) for history in histories):
         return [None] * len(kinds)
     rule = ScaleTimeline(roles_of(""), window=fp8["window"], amax=fp8["amax"], margin=fp8["margin"], history=fp8["history"])

@@ -103,6 +103,7 @@ NAMES = [
     "x" * 300, "y" * 100_000, "manifest.json", "latest", "rank00000.safetensors", "../rank00000.safetensors",
     "rank00000.safetensors\n", "rank00000.pt", "RANK00000.safetensors", "-.safetensors", "\uff3f.safetensors",
     "..safetensors", "a/b.safetensors", "layers." + "9" * 5000, "none", "master/w", "__metadata__", "rank00001.graphs.txt.gz",
+    "os:system", "hostile:family", "hostile",
 ]  # fmt: skip
 DTYPES = ["float32", "int64", "float64", "bool", "float8_e5m2", "load", "Tensor", "float32 ", "complex64", "quint8", "os"]
 

@@ -34,6 +34,9 @@ def add_inference(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bos", action=argparse.BooleanOptionalAction, help="begin-of-sequence token first (default: as the model has it)"
     )
+    parser.add_argument(
+        "--family", metavar="MODULE:FUNCTION", help="the run's own family: its code runs only if named here"
+    )
     parser.add_argument("--no-fp8", dest="fp8", action="store_false", help="run FP8 linears in the model's dtype")
     parser.add_argument("--threads", type=int, help="CPU threads (default: all cores); part of the last bits")
 

@@ -67,7 +67,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     if arguments.max_tokens is not None and arguments.max_tokens < 2:
         raise UsageError(f"--max-tokens is {arguments.max_tokens}; it must be at least 2")
     loaded = load_for_inference(
-        arguments.checkpoint, device=arguments.device, fp8=arguments.fp8, context=arguments.context
+        arguments.checkpoint, device=arguments.device, fp8=arguments.fp8, context=arguments.context, family=arguments.family
     )
     data = read(arguments, loaded)
     context = loaded.model.context_length

@@ -76,7 +76,7 @@ def generate(arguments: argparse.Namespace) -> int:
         arguments.temperature, arguments.top_k, arguments.top_p, arguments.repetition_penalty, arguments.seed
     )
     loaded = load_for_inference(
-        arguments.checkpoint, device=arguments.device, fp8=arguments.fp8, context=arguments.context
+        arguments.checkpoint, device=arguments.device, fp8=arguments.fp8, context=arguments.context, family=arguments.family
     )
     language = language_of(loaded, arguments.tokenizer)
     prompts = language.encode(texts, arguments.bos)

@@ -102,8 +102,7 @@ def _look(checkpoint: Checkpoint, arguments: argparse.Namespace, picture: Path |
 def overview(checkpoint: Checkpoint) -> dict[str, Any]:
     """All but the scales, as plain data. What the checkpoint's writer did not save is None."""
     meta, manifest = checkpoint.meta, checkpoint.manifest
-    contract = meta.get("contract") or {}
-    cursor = meta.get("data") or {}
+    contract = checkpoint.within("contract")
     return {
         "path": str(checkpoint.path),
         "format": manifest.format,
@@ -114,13 +113,13 @@ def overview(checkpoint: Checkpoint) -> dict[str, Any]:
         "schedule": meta.get("schedule"),
         "plan": _plan(meta),
         "graph_fingerprints": meta.get("graph_fingerprints"),
-        "cursor": cursor,
+        "cursor": checkpoint.within("data"),
         "dataset_sha256": meta.get("dataset_sha256"),
         "contract": contract.get("timeline"),
         "weights": _weights(contract.get("weights")),
         "wandb": meta.get("wandb"),
         "branch": meta.get("branch"),
-        "config": _chosen(meta.get("config") or {}),
+        "config": _chosen(checkpoint.within("config")),
         "tensors": _sizes(checkpoint),
         "files": {name: entry.size for name, entry in manifest.files.items()},
         "libraries": dict(manifest.versions),
@@ -178,7 +177,7 @@ def _sizes(checkpoint: Checkpoint) -> list[dict[str, Any]]:
 
 
 def _title(checkpoint: Checkpoint) -> str:
-    name = ((checkpoint.meta.get("config") or {}).get("run") or {}).get("name")
+    name = checkpoint.within("config", "run").get("name")
     return f"{name + ', ' if name else ''}step {checkpoint.step:,}"
 
 

@@ -60,9 +60,12 @@ def open_both(path: Path) -> tuple[Checkpoint, StepRecord | None]:
     """The checkpoint, and the record of the step after it. Raises UsageError where the checkpoint cannot be opened."""
     from checkpoint import CheckpointError, open_checkpoint, resolve
     from checkpoint.record import read_record
+    from checkpoint.saved_run import check_saved_run
 
     try:
         checkpoint = open_checkpoint(resolve(path))
+        if "contract" in checkpoint.meta:  # of a training run; what others save has no step after it, which is said later
+            check_saved_run(checkpoint)
         record = read_record(checkpoint.path)
     except CheckpointError as error:
         raise UsageError(str(error)) from None
@@ -76,7 +79,7 @@ def open_both(path: Path) -> tuple[Checkpoint, StepRecord | None]:
 
 def missing(checkpoint: Checkpoint) -> str:
     """Why there may be no record, and what to do."""
-    steps = ((checkpoint.meta.get("config") or {}).get("train") or {}).get("steps")
+    steps = checkpoint.within("config", "train").get("steps")
     if steps == checkpoint.step:
         return f"{checkpoint.path} is the end of its run, which has {steps} steps: there is no step after it to run again"
     return (
@@ -90,7 +93,7 @@ def _launched(arguments: argparse.Namespace, checkpoint: Checkpoint, number: int
     from qeffect_lm.app.replay import overrides_of
 
     _ = overrides_of(arguments.control, checkpoint)
-    threads = int(((checkpoint.meta.get("config") or {}).get("train") or {}).get("threads", 1))
+    threads = int(checkpoint.within("config", "train").get("threads", 1))
     environ = {**os.environ, **determinism_environment(threads)}
     environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     with tempfile.TemporaryDirectory(prefix="qeffect-replay-") as folder:

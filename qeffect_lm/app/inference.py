@@ -79,7 +79,7 @@ class Loaded:
 
 
 def load_for_inference(
-    path: Path, *, device: str | None = None, fp8: bool = True, context: int | None = None
+    path: Path, *, device: str | None = None, fp8: bool = True, context: int | None = None, family: str | None = None
 ) -> Loaded:
     """The model of a checkpoint, or of the newest in a folder of checkpoints, whatever layout it was saved from.
 
@@ -87,6 +87,7 @@ def load_for_inference(
         device: ``auto``, ``cpu`` or ``cuda``; None: as it was trained, or on the CPU where there is no GPU.
         fp8: False runs FP8 linears in the model's dtype, from their parameters.
         context: tokens of the longest sequence; None: the run's ``data.seq_len``.
+        family: the ``module:function`` that made the model, where it is one: it has to be named here to be called.
 
     Raises:
         CheckpointError, ResumeError: unreadable or incomplete.
@@ -94,7 +95,7 @@ def load_for_inference(
     """
     checkpoint = open_checkpoint(resolve(path))
     try:
-        config = inference_config(saved_config(checkpoint), device=device, fp8=fp8, context=context)
+        config = inference_config(saved_config(checkpoint, family), device=device, fp8=fp8, context=context)
     except (KeyError, TypeError) as error:
         what = f"{type(error).__name__}: {shown(str(error))}"
         raise CheckpointError(f"{checkpoint.path}: the saved configuration cannot be read ({what})") from None

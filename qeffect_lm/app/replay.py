@@ -17,9 +17,11 @@ import torch
 from checkpoint import Checkpoint
 from checkpoint.record import Part, StepRecord, differing, flatten
 from checkpoint.resume import contract_meta, is_saved, saved_state
+from checkpoint.saved_run import check_saved_run
 from qeffect_lm.app import recording
 from qeffect_lm.app.assemble import check_supported
 from qeffect_lm.app.run import Run, build, join
+from qeffect_lm.app.shapes import saved_config
 from qeffect_lm.config import Config, config_diff_on_resume, load_config
 from qeffect_lm.config_yaml import dump_yaml
 from qeffect_lm.contract.timeline import ScaleTimeline
@@ -55,9 +57,11 @@ def replay_config(checkpoint: Checkpoint, overrides: Sequence[str], scratch: Pat
     Raises:
         UsageError: it is no configuration of this version, or no training run saved the checkpoint.
     """
-    saved = checkpoint.meta.get("config")
-    if not isinstance(saved, dict) or "contract" not in checkpoint.meta:
+    if not isinstance(checkpoint.meta.get("config"), dict) or "contract" not in checkpoint.meta:
         raise UsageError(f"{checkpoint.path} was not saved by a training run: there is no step after it to run")
+    check_saved_run(checkpoint)
+    named = [text.partition("=")[2] for text in overrides if text.startswith("model.family=")]
+    saved = saved_config(checkpoint, *named[-1:])
     sections = {**saved, "contract": {**saved.get("contract", {}), "trace_file": None}}
     sections["run"] = {**saved["run"], "dir": str(scratch)}
     sections["checkpoint"] = {**saved.get("checkpoint", {}), "dir": None, "resume": "auto", "accept_new_graphs": True}

@@ -33,11 +33,15 @@ def model_shapes(saved: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[int,
     return {spec.name: tuple(spec.shape) for spec in model.parameters()}
 
 
-def saved_config(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+def saved_config(checkpoint: Checkpoint, family: str | None = None) -> dict[str, dict[str, Any]]:
     """The saved configuration, by section. What is in the sections is not checked here.
 
+    Args:
+        family: a ``module:function`` that the user has named: code that a checkpoint names is not run because it says so.
+
     Raises:
-        CheckpointError: there is none, or it has more layers than there are tensors: models are made layer by layer.
+        CheckpointError: there is none; its model is made by a function that the user has not named; or it has more layers than
+            there are tensors: models are made layer by layer.
     """
     saved = checkpoint.meta.get("config")
     if not isinstance(saved, dict) or not all(isinstance(values, dict) for values in saved.values()):
@@ -47,15 +51,29 @@ def saved_config(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
         raise CheckpointError(
             f"{checkpoint.path}: the saved configuration has {shown(str(layers))} layers, and there are {tensors} tensors"
         )
+    if own_family(saved) not in (None, family):
+        raise CheckpointError(
+            f"{checkpoint.path}: its model is made by {shown(str(own_family(saved)))}, code that does not come with the "
+            "checkpoint and is not run because it says so: name it if you trust it (--family, or for a replay model.family=)"
+        )
     return saved
 
 
+def own_family(saved: Mapping[str, Any]) -> str | None:
+    """The ``module:function`` that makes a saved configuration's model; None for a family that is installed."""
+    model = saved.get("model")
+    name = model.get("family") if isinstance(model, Mapping) else None
+    return name if isinstance(name, str) and ":" in name else None
+
+
 def config_problems(checkpoint: Checkpoint) -> list[Problem]:
-    """Masters and parameters against the model of the saved configuration; nothing where there is no configuration.
+    """Masters and parameters against the model of the saved configuration; nothing where there is no configuration, or where
+    its model is made by a function outside the framework (which is not called).
 
     Nothing is allocated for a model that the checkpoint does not hold, whatever size its configuration claims.
     """
-    if "config" not in checkpoint.meta:
+    saved = checkpoint.meta.get("config")
+    if "config" not in checkpoint.meta or (isinstance(saved, dict) and own_family(saved) is not None):
         return []
     tensors = checkpoint.manifest.tensors
     try:

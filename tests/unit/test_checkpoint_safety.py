@@ -261,6 +261,8 @@ def test_slices_that_take_too_long_to_compare_are_refused(monkeypatch: pytest.Mo
         (lambda meta: meta.update(tokens=-1), "meta.tokens: Input should be greater"),
         (lambda meta: meta.update(config=[]), "meta.config: Input should be a valid dictionary"),
         (lambda meta: meta["config"].update(model=3), "meta.config.model: Input should be a valid dictionary"),
+        (lambda meta: meta["config"]["data"].update(microbatch_size="2"), "meta.config.data.microbatch_size: Input should be"),
+        (lambda meta: meta["config"]["pipeline"].update(schedule=[]), "meta.config.pipeline.schedule: Input should be"),
         (lambda meta: meta.update(plan={}), "meta.plan: Input should be a valid string"),
         (lambda meta: meta["contract"]["timeline"]["epochs"].update(sideways=1), "epochs.sideways"),
         (lambda meta: meta["contract"]["weights"]["versions"].update(w="3"), "meta.contract.weights.versions.w"),
@@ -321,6 +323,46 @@ def test_no_configuration_makes_a_model_that_is_not_there(run: Path) -> None:
             assert words in str(problem)
         with pytest.raises(QEffectError, match=words):
             load_for_inference(run)
+
+
+def test_no_code_runs_because_a_checkpoint_names_it(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A family ``module:function``, in a module that lies where somebody starts a tool: not imported, unless he names it."""
+    from qeffect_lm.app.inference import load_for_inference
+    from qeffect_lm.app.replay import replay_config
+    from tools import inspect
+    from tools import verify as verify_tool
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "of_the_checkpoint.py").write_text("open('ran', 'w')\nraise RuntimeError('ran')\n")
+    name = "of_the_checkpoint:family"
+    reseal(run, lambda body: body["meta"]["config"]["model"].update(family=name, num_layers=1))
+    checkpoint = open_checkpoint(run)
+    assert verify_tool.main([str(run)]) == 0 and inspect.main([str(run)]) == 0
+    for ask in (
+        lambda: load_for_inference(run),
+        lambda: load_for_inference(run, family="another:family"),
+        lambda: replay_config(checkpoint, [], tmp_path),
+        lambda: replay_config(checkpoint, [f"model.family={name}", "model.family=llama"], tmp_path),
+    ):
+        with pytest.raises(CheckpointError, match="is made by of_the_checkpoint:family, code that does not come with the"):
+            ask()
+    assert not (tmp_path / "ran").exists()
+    assert replay_config(checkpoint, [f"model.family={name}"], tmp_path).model.family == name
+    with pytest.raises(QEffectError, match="ran"):
+        load_for_inference(run, family=name)
+    assert (tmp_path / "ran").exists()
+
+
+def test_a_configuration_inherits_from_no_file(run: Path, tmp_path: Path) -> None:
+    """``base:`` of a YAML file would be read by a replay."""
+    from qeffect_lm.app.replay import replay_config
+
+    reseal(run, lambda body: body["meta"]["config"].update(base="/etc/hostname"))
+    with pytest.raises(QEffectError, match="config.base: Input should be a valid dictionary"):
+        replay_config(open_checkpoint(run), [], tmp_path)
 
 
 def test_json_of_thousands_of_brackets_within_a_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
