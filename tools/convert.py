@@ -2,9 +2,11 @@
 
     python -m tools.convert --from hf --to native SRC DST [--dtype bfloat16] [--max-shard-size 5GB] [--dry-run]
     python -m tools.convert --from native --to hf SRC DST
+    python -m tools.convert --from megatron --to native SRC DST --allow-pickle [--weights-only] [--vocab-size N]
 
-SRC is a folder with ``config.json`` and safetensors files (hf), or a checkpoint: a ``step_…`` folder, a run's folder, a folder
-that a conversion made (native). DST appears whole or not at all. Tensors are read and written one at a time.
+SRC is a folder with ``config.json`` and safetensors files (hf), a checkpoint of ours (native: a ``step_…`` folder, a run's
+folder, a folder that a conversion made), or Megatron's (megatron: ``torch_dist`` or ``mp_rank`` folders). DST appears whole
+or not at all. Tensors are read and written one at a time.
 
 Everything is checked before a byte is written: names, shapes, dtypes and configuration keys. docs/convert.md has the rules.
 
@@ -27,16 +29,21 @@ from typing import Any
 from tqdm import tqdm
 
 from checkpoint.fileops import FileOps
+from checkpoint.hf.config import model_section
+from checkpoint.hf.folder import read_json
 from checkpoint.hf.read import read_hf
 from checkpoint.hf.write import plan_hf, write_hf
+from checkpoint.megatron.read import read_megatron
 from checkpoint.native import SHARD_SIZE, read_native, write_native
 from checkpoint.portable import CASTS, Item, Model
 from checkpoint.publish import check_destination, publish
+from qeffect_lm.config_yaml import read_layers
 from qeffect_lm.errors import UsageError
 from qeffect_lm.units import format_bytes, parse_bytes
 from tools.common import add_traceback, run_tool
 
-FORMATS = ("hf", "native")
+SOURCES = ("hf", "native", "megatron")
+TARGETS = ("hf", "native")
 OVERHEAD = 1 << 20  # bytes of a manifest, roughly: for the check of free space only
 
 
@@ -78,10 +85,33 @@ def _read(source: str, arguments: argparse.Namespace) -> Model:
     path, dtype = arguments.src, arguments.dtype
     if not path.exists():
         raise UsageError(f"{path} does not exist")
+    if source != "megatron":
+        for name in ("allow_pickle", "weights_only", "model", "vocab_size"):
+            if getattr(arguments, name):
+                raise UsageError(f"--{name.replace('_', '-')} is for --from megatron: leave it out")
+    if source == "megatron":
+        return read_megatron(
+            path,
+            allow_pickle=arguments.allow_pickle,
+            weights_only=arguments.weights_only or arguments.target_format != "native",
+            section=None if arguments.model is None else _section(arguments.model),
+            vocab_size=arguments.vocab_size,
+            dtype=dtype,
+        )
     if source == "hf":
         return read_hf(path, dtype)
     model = read_native(path, wide=dtype == "float32")
     return model if dtype is None else model.cast(dtype)
+
+
+def _section(path: Path) -> dict[str, Any]:
+    """A model section: of a configuration, or of a ``config.json``."""
+    if path.suffix == ".json":
+        return model_section(read_json(path)).section
+    section = read_layers(path).data.get("model")
+    if not isinstance(section, dict):
+        raise UsageError(f"--model {path} has no section `model`")
+    return section
 
 
 def describe(model: Model, target: str, destination: Path, nbytes: int) -> dict[str, Any]:
@@ -176,17 +206,23 @@ def _shard_size(given: str | None) -> int | None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tools.convert",
-        description="Convert models between our checkpoints (native) and Hugging Face folders (hf). Exit code 0: done, "
-        "1: reading or writing failed, 2: refused.",
+        description="Convert models between our checkpoints (native), Hugging Face folders (hf) and Megatron's checkpoints "
+        "(megatron). Exit code 0: done, 1: reading or writing failed, 2: refused.",
     )
-    parser.add_argument("--from", dest="source_format", choices=FORMATS, required=True, help="what SRC is")
-    parser.add_argument("--to", dest="target_format", choices=FORMATS, required=True, help="what DST becomes")
+    parser.add_argument("--from", dest="source_format", choices=SOURCES, required=True, help="what SRC is")
+    parser.add_argument("--to", dest="target_format", choices=TARGETS, required=True, help="what DST becomes")
     parser.add_argument("src", metavar="SRC", type=Path, help="a model's folder, a checkpoint, or a run's folder")
     parser.add_argument("dst", metavar="DST", type=Path, help="a folder that is not there yet")
     parser.add_argument("--dtype", choices=CASTS, help="cast all parameters (default: each keeps its own)")
     parser.add_argument(
         "--max-shard-size", metavar="SIZE", help="of one file, such as 5GB (default: as the source had it, else 5GB)"
     )
+    of_megatron = parser.add_argument_group("with --from megatron")
+    add = of_megatron.add_argument
+    add("--allow-pickle", action="store_true", help="have its pickles opened, in a process of their own (docs/convert.md)")
+    add("--weights-only", action="store_true", help="leave optimizer state, step and FP8 scales behind")
+    add("--model", metavar="FILE", type=Path, help="what the model is, where SRC does not say (YAML or config.json)")
+    add("--vocab-size", metavar="N", type=int, help="the number of tokens, where SRC does not say")
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what would be written, write nothing")
     parser.add_argument("--json", action="store_true", help="print what is done as JSON")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")

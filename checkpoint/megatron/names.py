@@ -1,0 +1,160 @@
+"""Megatron-core's names and arguments ↔ ours.
+
+Names are those of a GPT model of Megatron-core with global layer numbers. Its layers name a norm's weight in two ways: by
+itself (``input_layernorm.weight``), or inside the linear that Transformer Engine fuses it with
+(``self_attention.linear_qkv.layer_norm_weight``). Rows of the fused q, k and v are in our order: per group (KV head) its query
+heads, then k, then v. gate and up lie below each other in one process's tensor, as ours.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from qeffect_lm.errors import UsageError
+
+_LAYER = {
+    "input_layernorm": "attention_norm",
+    "self_attention.linear_qkv.layer_norm": "attention_norm",
+    "self_attention.linear_qkv": "attention.qkv",
+    "self_attention.linear_proj": "attention.out",
+    "self_attention.q_layernorm": "attention.q_norm",
+    "self_attention.k_layernorm": "attention.k_norm",
+    "pre_mlp_layernorm": "mlp_norm",
+    "mlp.linear_fc1.layer_norm": "mlp_norm",
+    "mlp.linear_fc1": "mlp.gate_up",
+    "mlp.linear_fc2": "mlp.down",
+}
+_MODEL = {
+    "embedding.word_embeddings": "embedding",
+    "decoder.final_layernorm": "final_norm",
+    "output_layer": "head",
+}
+_NAME = re.compile(r"(?:decoder\.layers\.(\d+)\.)?(.+?)(?:(?<=layer_norm)_|(?<!layer_norm)\.)(weight|bias)")
+VOCABULARY = ("embedding.weight", "head.weight")
+# Our linears with FP8 roles, by Megatron's modules.
+LINEARS = {theirs: ours for theirs, ours in _LAYER.items() if ".linear_" in theirs and not theirs.endswith("layer_norm")}
+COLUMN = ("embedding.word_embeddings", "self_attention.linear_qkv", "mlp.linear_fc1", "output_layer")
+ROW = ("self_attention.linear_proj", "mlp.linear_fc2")
+
+
+def ours(name: str) -> str | None:
+    """Our name of a parameter with a global layer number; None for what is none of our models'."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    layer, module, kind = match.groups()
+    found = (_MODEL if layer is None else _LAYER).get(module)
+    if found is None:
+        return None
+    return f"{found}.{kind}" if layer is None else f"layers.{layer}.{found}.{kind}"
+
+
+def theirs(name: str) -> str:
+    """Megatron's name of one of our parameters, with a global layer number, as Transformer Engine's layers have it (what
+    ``torch_dist`` checkpoints use for all). Raises :class:`UsageError` for a parameter that its GPT model does not have."""
+    match = re.fullmatch(r"(?:layers\.(\d+)\.)?(.+)\.(weight|bias)", name)
+    table = {found: module for module, found in (_MODEL | _LAYER).items()}  # the later names: those of the fused layers
+    if match is None or match[2] not in table:
+        raise UsageError(f"{name} has no counterpart in Megatron-core's GPT model")
+    layer, module, kind = match[1], table[match[2]], match[3]
+    joint = "_" if module.endswith("layer_norm") else "."
+    return f"{module}{joint}{kind}" if layer is None else f"decoder.layers.{layer}.{module}{joint}{kind}"
+
+
+def split_axis(name: str) -> int | None:
+    """Along which dimension tensor parallelism cuts a parameter; None: every rank has it whole."""
+    module, _, kind = re.sub(r"^decoder\.layers\.\d+\.", "", name).rpartition(".")
+    if module in COLUMN and kind in ("weight", "bias"):
+        return 0
+    return 1 if module in ROW and kind == "weight" else None
+
+
+def gated(name: str) -> bool:
+    """Whether each rank's part holds its gate's rows, then its up's."""
+    return bool(re.fullmatch(r"decoder\.layers\.\d+\.mlp\.linear_fc1\.(weight|bias)", name))
+
+
+# ---- arguments -----------------------------------------------------------------------------------------------------
+
+# With another value the model computes what ours does not. An argument that is absent has the first value.
+_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "normalization": ("RMSNorm",),
+    "swiglu": (True,),
+    "add_bias_linear": (False,),
+    "num_experts": (None, 0),
+    "multi_latent_attention": (False, None),
+    "apply_layernorm_1p": (False, None),
+    "rotary_interleaved": (False, None),
+    "rotary_percent": (1.0, None),
+    "rotary_seq_len_interpolation_factor": (None, 1, 1.0),
+    "squared_relu": (False, None),
+    "quick_geglu": (False, None),
+    "mtp_num_layers": (None, 0),
+    "window_size": (None,),
+    "qk_l2_norm": (False, None),
+    "softmax_type": ("vanilla", None),
+    "attention_output_gate": (False, None),
+    "experimental_attention_variant": (None,),
+    "linear_attention_freq": (None,),
+    "heterogeneous_layers_config_path": (None,),
+    "heterogeneous_layers_config_encoded_json": (None, ""),
+    "hybrid_layer_pattern": (None,),
+    "spec": (None,),
+    "use_mup": (False, None),
+    "no_rope_freq": (None,),
+    "glu_linear_offset": (0, 0.0, None),
+    "activation_func_clamp_value": (None,),
+    "expert_model_parallel_size": (1, None),
+}
+
+
+def model_section(args: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Our model section of Megatron's arguments; ``vocab_size`` is the padded one, or None where that is not told.
+
+    Raises:
+        UsageError: an argument that our models have nothing for, or one that is missing; names it.
+    """
+    for name, allowed in _ONLY.items():
+        value = args.get(name, allowed[0])
+        if value not in allowed:
+            raise UsageError(f"{where}: the argument {name} is {value!r}, which is not supported; {allowed[0]!r} is")
+    if args.get("position_embedding_type", "rope") != "rope" and not args.get("use_rotary_position_embeddings"):
+        kind = args["position_embedding_type"]
+        raise UsageError(f"{where}: the argument position_embedding_type is {kind!r}, which is not supported; 'rope' is")
+    hidden, heads = _need(args, "hidden_size", where), _need(args, "num_attention_heads", where)
+    groups = args.get("num_query_groups") if args.get("group_query_attention") else heads
+    norms, biases = bool(args.get("qk_layernorm")), bool(args.get("add_qkv_bias"))
+    if norms and biases:
+        raise UsageError(f"{where}: the arguments qk_layernorm and add_qkv_bias are both set, which no family of ours has")
+    section = {
+        "family": "qwen3" if norms else "qwen2" if biases else "llama",
+        "vocab_size": args.get("padded_vocab_size"),
+        "hidden_size": hidden,
+        "num_layers": _need(args, "num_layers", where),
+        "num_heads": heads,
+        "num_kv_heads": groups or heads,
+        "head_dim": args.get("kv_channels") or hidden // heads,
+        "ffn_size": args.get("ffn_hidden_size") or 4 * hidden,
+        "max_position_embeddings": _need(args, "max_position_embeddings", where),
+        "norm_eps": float(args.get("norm_epsilon", args.get("layernorm_epsilon", 1e-5))),
+        "rope_theta": float(args.get("rotary_base") or 10000.0),
+        "tie_word_embeddings": not args.get("untie_embeddings_and_output_weights", False),
+    }
+    if args.get("use_rope_scaling"):  # Megatron's is Llama 3's, with its constants
+        section["rope_scaling"] = {
+            "type": "llama3",
+            "factor": float(args.get("rope_scaling_factor") or 8.0),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    return section
+
+
+def _need(args: Mapping[str, Any], name: str, where: str) -> int:
+    value = args.get(name)
+    if type(value) is not int or value < 1:
+        raise UsageError(f"{where}: the argument {name} is {value!r}, a number is needed")
+    return value
