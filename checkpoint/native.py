@@ -6,7 +6,7 @@ training's state that too. ``checkpoint.init_from`` starts a run from it, ``tool
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from checkpoint.assembly import Report, Written, assemble
 from checkpoint.fileops import FileOps, write_file
 from checkpoint.layout import MANIFEST, CheckpointError, is_companion, natural_key
 from checkpoint.manifest import FileEntry, Manifest, RankEntry, library_versions, plain_json
-from checkpoint.portable import Item, Model, Progress, main_dtype
+from checkpoint.portable import Item, Model, Progress, Quantised, main_dtype
 from checkpoint.reader import Checkpoint, open_checkpoint
 from checkpoint.retention import resolve
 from checkpoint.shards import Segment, torch_dtype, write_shard
@@ -47,11 +47,12 @@ def role_of(full_name: str) -> Role:
     return _ROLES[full_name.partition("/")[0]]
 
 
-def read_native(path: Path, *, wide: bool = False) -> Model:
+def read_native(path: Path, *, wide: bool = False, fp8: bool = False) -> Model:
     """The model of a checkpoint: a ``step_…`` folder, a run's folder (its newest), or what a conversion made.
 
     Args:
         wide: take the masters, where they are wider than the parameters that were computed with.
+        fp8: take the cached weights of FP8 linears, with their scales.
 
     Raises:
         CheckpointError: no checkpoint there, or a damaged one.
@@ -63,6 +64,8 @@ def read_native(path: Path, *, wide: bool = False) -> Model:
         raise UsageError(f"{checkpoint.path} holds no configuration: it was not saved by a training run or a conversion")
     prefixes = ("master", "param") if wide else ("param", "master")
     items = [_item(checkpoint, full) for full in _parameters(checkpoint, prefixes)]
+    scales = _cached(checkpoint) if fp8 else {}
+    items = [_item(checkpoint, f"cached_weight/{item.name}") if item.name in scales else item for item in items]
     origin, tokens = checkpoint.within("origin"), checkpoint.meta.get("tokens", 0)
     return Model(
         where=str(checkpoint.path),
@@ -73,6 +76,7 @@ def read_native(path: Path, *, wide: bool = False) -> Model:
         main=str(origin.get("main") or main_dtype(items)),
         files={name: raw for name, raw in checkpoint.companions().items() if name != MODEL_FILE},
         progress=Progress(checkpoint.step, tokens if isinstance(tokens, int) else 0),
+        fp8=scales,
         dropped=_left_behind(checkpoint, items),
     )
 
@@ -93,6 +97,28 @@ def _parameters(checkpoint: Checkpoint, prefixes: Sequence[str]) -> list[str]:
 def _item(checkpoint: Checkpoint, full: str) -> Item:
     entry = checkpoint.entry(full)
     return Item(full.partition("/")[2], entry.shape, entry.dtype, lambda: checkpoint.read(full))
+
+
+def _cached(checkpoint: Checkpoint) -> dict[str, Quantised]:
+    """The parameters of which an FP8 form was saved, and its scales."""
+    found = {}
+    for full in checkpoint.manifest.tensors:
+        kind, _, name = full.partition("/")
+        if kind == "cached_weight":
+            scale = f"scale/{name.removesuffix('.weight')}.input"
+            given = _scalar(checkpoint, scale, inverse=True) if scale in checkpoint.manifest.tensors else None
+            found[name] = Quantised(_scalar(checkpoint, f"cached_weight_scale_inv/{name}"), given)
+    if not found:
+        raise UsageError(f"{checkpoint.path} holds no FP8 weights: it is of a run without FP8, or of a conversion")
+    return found
+
+
+def _scalar(checkpoint: Checkpoint, full: str, inverse: bool = False) -> Callable[[], torch.Tensor]:
+    def read() -> torch.Tensor:
+        value = checkpoint.read(full).float().reshape(())
+        return value.reciprocal() if inverse else value
+
+    return read
 
 
 def _left_behind(checkpoint: Checkpoint, items: Sequence[Item]) -> tuple[str, ...]:

@@ -39,6 +39,19 @@ class Item:
 
 
 @dataclass(frozen=True)
+class Quantised:
+    """The scales of a linear whose weight is given as it was cached in FP8.
+
+    Attributes:
+        weight: what a cached value is multiplied with.
+        input: what an input is divided by before its cast to FP8; None: each input is scaled by itself.
+    """
+
+    weight: Callable[[], torch.Tensor]
+    input: Callable[[], torch.Tensor] | None
+
+
+@dataclass(frozen=True)
 class Progress:
     """How far the training was that a model comes from."""
 
@@ -62,6 +75,7 @@ class Model:
         state: what a training has beside parameters, under full names (``master/…``, ``moment1/…``); empty: nothing.
         progress: how far that training was.
         contract: the contract's part of the meta data that goes with ``state``.
+        fp8: parameter → its scales, where items are given in FP8.
         dropped: what the source has and the target will not, in words.
     """
 
@@ -75,6 +89,7 @@ class Model:
     state: Sequence[Item] = ()
     progress: Progress = Progress()
     contract: Mapping[str, Any] | None = None
+    fp8: Mapping[str, Quantised] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
 
     @property
@@ -86,8 +101,8 @@ class Model:
         return sum(math.prod(item.shape) for item in self.items)
 
     def cast(self, dtype: str) -> Model:
-        """The same with all floating parameters in ``dtype``, rounded to nearest even; nothing else is touched."""
-        return replace(self, items=[cast(item, dtype) for item in self.items])
+        """The same with all floating parameters in ``dtype``, rounded to nearest even; what is in FP8 with its scales stays."""
+        return replace(self, items=[item if item.name in self.fp8 else cast(item, dtype) for item in self.items])
 
 
 def cast(item: Item, dtype: str) -> Item:
@@ -103,10 +118,11 @@ def cast(item: Item, dtype: str) -> Item:
 
 
 def main_dtype(items: Sequence[Item]) -> str:
-    """The dtype that holds the most elements."""
+    """The dtype that holds the most elements; FP8 counts for nothing, since nothing is computed in it alone."""
     count: Counter[str] = Counter()
     for item in items:
-        count[item.dtype] += math.prod(item.shape)
+        if not item.dtype.startswith("float8"):
+            count[item.dtype] += math.prod(item.shape)
     return count.most_common(1)[0][0] if count else "float32"
 
 

@@ -85,6 +85,8 @@ def _read(source: str, arguments: argparse.Namespace) -> Model:
     path, dtype = arguments.src, arguments.dtype
     if not path.exists():
         raise UsageError(f"{path} does not exist")
+    if arguments.fp8 and (source, arguments.target_format) != ("native", "hf"):
+        raise UsageError("--fp8 is for --from native --to hf: leave it out")
     if source != "megatron":
         for name in ("allow_pickle", "weights_only", "model", "vocab_size"):
             if getattr(arguments, name):
@@ -100,7 +102,7 @@ def _read(source: str, arguments: argparse.Namespace) -> Model:
         )
     if source == "hf":
         return read_hf(path, dtype)
-    model = read_native(path, wide=dtype == "float32")
+    model = read_native(path, wide=dtype == "float32", fp8=arguments.fp8)
     return model if dtype is None else model.cast(dtype)
 
 
@@ -216,6 +218,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=CASTS, help="cast all parameters (default: each keeps its own)")
     parser.add_argument(
         "--max-shard-size", metavar="SIZE", help="of one file, such as 5GB (default: as the source had it, else 5GB)"
+    )
+    parser.add_argument(
+        "--fp8", action="store_true", help="native to hf: the FP8 weights that training computed with, and their scales"
     )
     of_megatron = parser.add_argument_group("with --from megatron")
     add = of_megatron.add_argument

@@ -25,14 +25,15 @@ _LAYER = (
     "mlp.c_proj",
 )
 _MODEL = ("embed_tokens", "wte", "wpe", "layers", "norm", "ln_f", "lm_head")
-_NAME = re.compile(r"(?:(?:model|transformer)\.)?(?:(?:layers|h)\.(\d+)\.)?(.+)\.(weight|bias)")
+_KINDS = ("weight", "weight_scale_inv", "activation_scale", "bias")
+_NAME = re.compile(rf"(?:(?:model|transformer)\.)?(?:(?:layers|h)\.(\d+)\.)?(.+)\.({'|'.join(_KINDS)})")
 
 
-def module_order(name: str) -> tuple[int, int, int, bool]:
-    """A key to sort the tensors of one model by: the order of the modules, in each the weight before the bias."""
+def module_order(name: str) -> tuple[int, int, int, int]:
+    """A key to sort the tensors of one model by: the order of the modules, in each the weight, its scales, the bias."""
     match = _NAME.fullmatch(name)
     assert match is not None, f"no parameter of a known family: {name}"
     layer, module, kind = match.groups()
     if layer is None:
-        return _MODEL.index(module), 0, 0, kind == "bias"
-    return _MODEL.index("layers"), int(layer), _LAYER.index(module), kind == "bias"
+        return _MODEL.index(module), 0, 0, _KINDS.index(kind)
+    return _MODEL.index("layers"), int(layer), _LAYER.index(module), _KINDS.index(kind)

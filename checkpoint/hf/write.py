@@ -11,10 +11,12 @@ from __future__ import annotations
 import json
 import struct
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import torch
 
 from checkpoint.digests import PIECE
 from checkpoint.fileops import FileOps, naming, write_all, write_file
@@ -22,9 +24,9 @@ from checkpoint.hf.config import config_json
 from checkpoint.hf.folder import CONFIG, INDEX, SINGLE, Place, parse_header, parse_json
 from checkpoint.hf.order import module_order
 from checkpoint.hf.read import HEADER, stated_dtype
-from checkpoint.hf.tensors import EMBEDDING, choose_tensors, tensor_groups, to_theirs
+from checkpoint.hf.tensors import EMBEDDING, Group, choose_tensors, tensor_groups, to_theirs
 from checkpoint.native import checked
-from checkpoint.portable import Model, check_names, main_dtype
+from checkpoint.portable import Model, Quantised, check_names, main_dtype
 from checkpoint.shards import DTYPE_TAGS, host_bytes, torch_dtype
 from qeffect_lm.errors import UsageError
 
@@ -70,7 +72,11 @@ def plan_hf(model: Model, shard_size: int | None = None) -> Layout:
     groups = tensor_groups(model.section, model.seq_len)
     items = {item.name: item for item in model.items}
     check_names(model.where, {name: item.shape for name, item in items.items()}, {group.ours: group.shape for group in groups})
-    tensors = {name: (items[group.ours].dtype, shape) for group in groups for name, shape in group.theirs}
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for group in groups:
+        tensors |= {name: (items[group.ours].dtype, shape) for name, shape in group.theirs}
+        if group.ours in model.fp8:
+            tensors |= {name: ("float32", ()) for name in _scales(group, model.fp8[group.ours])}
     beside = {n: raw for n, raw in model.files.items() if n != INDEX and not n.endswith(HEADER) and n not in OURS}
     beside[CONFIG] = _config(model)
     if shard_size is None:
@@ -91,11 +97,46 @@ def _config(model: Model) -> bytes:
     raw = model.files.get(CONFIG)
     original = None if raw is None else parse_json(Path(CONFIG), raw)
     made = config_json(model.section, original, seq_len=model.seq_len)
-    if raw is not None and made == original and stated_dtype(made) in (dtype, None):
+    if raw is not None and made == original and not model.fp8 and stated_dtype(made) in (dtype, None):
         return raw
     stated = [key for key in ("dtype", "torch_dtype") if key in made] or ["dtype", "torch_dtype"]
     made |= dict.fromkeys(stated, dtype)
+    if model.fp8:
+        made["quantization_config"] = _quantization(model)
     return (json.dumps(made, indent=2, sort_keys=original is None) + "\n").encode()
+
+
+def _scales(group: Group, scales: Quantised) -> dict[str, Callable[[], torch.Tensor]]:
+    """The scales beside a linear's weights: one tensor of ours, so all of theirs have the same."""
+    found: dict[str, Callable[[], torch.Tensor]] = {}
+    for name in group.names:
+        found[f"{name}_scale_inv"] = scales.weight
+        if scales.input is not None:
+            found[f"{name.removesuffix('weight')}activation_scale"] = scales.input
+    return found
+
+
+def _quantization(model: Model) -> dict[str, Any]:
+    """``quantization_config`` of transformers' FP8 with one scale per tensor.
+
+    Raises:
+        UsageError: a family whose linears transformers does not have in FP8, or inputs of which only some have scales.
+    """
+    if model.section["family"] == "gpt2":
+        raise UsageError("--fp8: transformers has no FP8 form of gpt2's linears")
+    static = {scales.input is not None for scales in model.fp8.values()}
+    if len(static) > 1:
+        raise UsageError(f"{model.where}: some FP8 inputs have a scale and some have none")
+    outside = ["lm_head"]
+    for group in tensor_groups(model.section, model.seq_len):
+        if len(group.shape) == 2 and group.ours.startswith("layers.") and group.ours not in model.fp8:
+            outside += [name.removesuffix(".weight") for name in group.names]
+    return {
+        "activation_scheme": "static" if static.pop() else "dynamic",
+        "modules_to_not_convert": outside,
+        "quant_method": "fp8",
+        "weight_block_size": None,
+    }
 
 
 def _kept(model: Model, tensors: Kinds) -> tuple[dict[str, bytes], dict[str, Place], dict[str, tuple[str, ...]]] | None:
@@ -184,6 +225,9 @@ def write_hf(model: Model, layout: Layout, folder: Path, ops: FileOps) -> None:
                 data = host_bytes(tensor)
                 for name in layout.names[theirs]:
                     shards.put(name, data)
+            if item.name in model.fp8:
+                for name, scale in _scales(groups[item.name], model.fp8[item.name]).items():
+                    shards.put(name, host_bytes(scale()))
     except BaseException:
         shards.abandon()
         raise

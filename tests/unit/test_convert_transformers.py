@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -121,6 +122,56 @@ def test_a_model_that_began_here(tmp_path: Path) -> None:
     assert tokenizer_of(load_for_inference(tmp_path / "plain", device="cpu")).sha256 == Tokenizer(tokenizer).sha256
     for path in (tmp_path / "run", tmp_path / "plain"):
         torch.testing.assert_close(ours(path, tokens), theirs(tmp_path / "out", tokens), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_fp8_weights_and_their_scales(recipe: str, tmp_path: Path) -> None:
+    """What training computed with: the cached weights' bytes, one scale for each, inputs' scales under delayed scaling; a layer
+    outside FP8 stays as it is. transformers reads it (with the package accelerate; on a CPU as dequantised weights)."""
+    from safetensors.torch import load_file
+
+    saved("llama", tmp_path / "hf")
+    run("hf", "native", tmp_path / "hf", tmp_path / "native")
+    make_corpus(tmp_path / "corpus", vocab=VOCAB)
+    (tmp_path / "tiny.yaml").write_text(RUN.format(base=tmp_path / "native" / "model.yaml"))
+    start = [f"data.train={tmp_path / 'corpus'}", f"checkpoint.init_from={tmp_path / 'native'}", "data.valid=null"]
+    fp8 = [f"precision.fp8.recipe={recipe}", "precision.fp8.high_precision_last=1"]
+    assert run_here(tmp_path, "run", *start, *fp8)[0] == 0
+    run("native", "hf", tmp_path / "run", tmp_path / "out", "--fp8")
+    checkpoint = open_checkpoint(resolve(tmp_path / "run"))
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    group = checkpoint.read("cached_weight/layers.1.attention.qkv.weight").view(torch.uint8)
+    at = "model.layers.1.self_attn"
+    rows = [tensors[f"{at}.{p}_proj.weight"].view(torch.uint8) for p in "qkv"]
+    heads = [rows[0][:16], rows[1][:8], rows[2][:8], rows[0][16:], rows[1][8:], rows[2][8:]]
+    assert torch.equal(torch.cat(heads), group)
+    inverse = checkpoint.read("cached_weight_scale_inv/layers.1.attention.qkv.weight")
+    assert all(torch.equal(tensors[f"{at}.{p}_proj.weight_scale_inv"], inverse.reshape(())) for p in "qkv")
+    static = recipe == "delayed"
+    assert (f"{at}.q_proj.activation_scale" in tensors) is static
+    if static:
+        scale = checkpoint.read("scale/layers.1.attention.qkv.input")
+        assert torch.equal(tensors[f"{at}.q_proj.activation_scale"], scale.reciprocal())
+    assert tensors["model.layers.2.mlp.down_proj.weight"].dtype is torch.bfloat16  # high_precision_last
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    told = config["quantization_config"]
+    assert (told["quant_method"], told["activation_scheme"]) == ("fp8", "static" if static else "dynamic")
+    assert "lm_head" in told["modules_to_not_convert"] and "model.layers.2.mlp.up_proj" in told["modules_to_not_convert"]
+    assert config["dtype"] == "bfloat16" and config["hidden_size"] == 32
+    if importlib.util.find_spec("accelerate") is not None:
+        reread = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+        wide = tensors[f"{at}.q_proj.weight"].float() * inverse
+        assert torch.equal(reread[f"{at}.q_proj.weight"].float(), wide.bfloat16().float())
+
+
+def test_fp8_is_for_checkpoints_that_have_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved("llama", tmp_path / "hf")
+    run("hf", "native", tmp_path / "hf", tmp_path / "native")
+    command = ["--to", "hf", "--fp8"]
+    assert main(["--from", "native", *command, str(tmp_path / "native"), str(tmp_path / "x")]) == 2
+    assert "holds no FP8 weights" in capsys.readouterr().err
+    assert main(["--from", "hf", *command, str(tmp_path / "hf"), str(tmp_path / "x")]) == 2
+    assert "--fp8 is for --from native --to hf" in capsys.readouterr().err
 
 
 def test_another_model_than_the_configurations_is_refused(tmp_path: Path) -> None:
