@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,14 +137,17 @@ def _max_abs(x: torch.Tensor, y: torch.Tensor) -> float:
 def _compare_meta(a: Checkpoint, b: Checkpoint, keys: Sequence[str] | None) -> list[MetaDifference]:
     if keys is not None and not keys:
         return []
-    left, right = _flatten(_document(a)), _flatten(_document(b))
     found = []
-    for key in sorted(left.keys() | right.keys(), key=natural_key):
-        chosen = keys is None or any(key == k or key.startswith((f"{k}.", f"{k}[")) for k in keys)
-        x, y = left.get(key, ABSENT), right.get(key, ABSENT)
-        if chosen and _canonical(x) != _canonical(y):
+    for path, x, y in _differing(_document(a), _document(b), ()):
+        key = _joined(path)
+        if keys is None or any(key == k or key.startswith((f"{k}.", f"{k}[")) for k in keys):
             found.append(MetaDifference(key, x, y))
-    return found
+            if len(found) == META_MOST:
+                break
+    return sorted(found, key=lambda item: natural_key(item.key))
+
+
+META_MOST = 10_000  # differences of meta values that are told
 
 
 def _document(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -152,18 +155,34 @@ def _document(checkpoint: Checkpoint) -> dict[str, Any]:
     return {**checkpoint.meta, "step": checkpoint.step, "ranks": ranks}
 
 
-def _flatten(value: Any, path: str = "") -> dict[str, Any]:
-    """Leaves by dotted path; lists by index; empty containers are leaves."""
-    if isinstance(value, dict) and value:
-        items = [(f"{path}.{key}" if path else key, item) for key, item in value.items()]
-    elif isinstance(value, list) and value:
-        items = [(f"{path}[{i}]", item) for i, item in enumerate(value)]
-    else:
-        return {path: value}
-    leaves: dict[str, Any] = {}
-    for key, item in items:
-        leaves.update(_flatten(item, key))
-    return leaves
+Path = tuple[str | int, ...]
+
+
+def _differing(x: Any, y: Any, path: Path) -> Iterator[tuple[Path, Any, Any]]:
+    """Leaves that are not the same, or that one side lacks; empty containers are leaves. Paths are joined only where something
+    differs: of a value of unknown origin they can be far longer than the value.
+    """
+    left, right = _children(x), _children(y)
+    if not left and not right:
+        if _canonical(x) != _canonical(y):
+            yield path, x, y
+        return
+    for lone, at in ((x, 0), (y, 1)):  # a leaf on one side only
+        if not (left, right)[at] and lone is not ABSENT:
+            yield path, *((lone, ABSENT) if at == 0 else (ABSENT, lone))
+    for key in [*left, *(key for key in right if key not in left)]:
+        yield from _differing(left.get(key, ABSENT), right.get(key, ABSENT), (*path, key))
+
+
+def _children(value: Any) -> dict[Any, Any]:
+    if isinstance(value, dict):
+        return value
+    return dict(enumerate(value)) if isinstance(value, list) else {}
+
+
+def _joined(path: Path) -> str:
+    """``data.cursor[1]``."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
 def _canonical(value: Any) -> tuple[str, str]:

@@ -38,6 +38,7 @@ MANIFEST_MOST = 512 << 20  # a million slices
 HEADER_MOST = 100_000_000  # of a shard, as the safetensors library has it
 DOCUMENT_MOST = 256 << 20  # of a document, both as a file and as the text that it unpacks to
 DEPTH_MOST = 64  # of brackets in the manifest
+KEY_MOST = 1024  # characters of a key anywhere in it
 DIMENSIONS_MOST = 32
 NAME_MOST = 500  # characters of a tensor's name; its key in a shard may have a number more
 
@@ -243,8 +244,10 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Which of two values a name has would depend on the reader."""
+    """A JSON object. Which of two values a name has would depend on the reader; and keys are joined to paths."""
     made = dict(pairs)
+    if any(len(name) > KEY_MOST for name in made):
+        raise ValueError(f"a key has more than {KEY_MOST} characters")
     if len(made) != len(pairs):
         seen: set[str] = set()
         name = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
@@ -316,6 +319,8 @@ def plain_json(value: Any, where: str, depth: int = DEPTH_MOST - 3) -> Any:
         for key in value:
             if not isinstance(key, str):
                 raise CheckpointError(f"{where} has the key {key!r}: keys must be strings to survive JSON")
+            if len(key) > KEY_MOST:
+                raise CheckpointError(f"{shown(where)} has a key of {len(key)} characters; at most {KEY_MOST} can be read")
         return {str(key): plain_json(item, f"{where}.{key}", depth - 1) for key, item in value.items()}
     raise CheckpointError(f"{where} is a {type(value).__name__}, which JSON does not hold: convert it first")
 

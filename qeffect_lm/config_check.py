@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from qeffect_lm import config_help
 from qeffect_lm.config_model import check_model
 from qeffect_lm.config_yaml import COMMAND_LINE, Layered
+from qeffect_lm.errors import shown
 from qeffect_lm.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -339,6 +340,7 @@ def _unknown(name: str, value: Any, where: str, keys: dict[str, config_help.KeyI
     while isinstance(value, dict) and len(value) == 1:
         inner, value = next(iter(value.items()))
         name = f"{name}.{inner}"
+    name = shown(name)
     sections = sorted({k.rpartition(".")[0] for k in keys})
     if isinstance(value, dict) and value:
         nearest = config_help.nearest_key(name, sections)

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import os
+import shutil
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -15,9 +16,19 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint import CheckpointError, SingleProcess, digests, find_resumable, open_checkpoint, resolve, save_checkpoint
+from checkpoint import (
+    CheckpointError,
+    SingleProcess,
+    compare,
+    digests,
+    find_resumable,
+    open_checkpoint,
+    resolve,
+    save_checkpoint,
+)
 from checkpoint import layout as geometry
 from checkpoint import manifest as manifests
+from checkpoint.compare import META_MOST
 from checkpoint.layout import Box, natural_key, tiling_fault
 from checkpoint.manifest import DEPTH_MOST, incomplete_because, plain_json, read_manifest
 from checkpoint.reader import unpacked
@@ -67,7 +78,8 @@ def _sizes(body: dict[str, Any], size: int, shape: list[int]) -> None:
         (lambda body: body.update(meta=nested(DEPTH_MOST, False)), f"more than {DEPTH_MOST} brackets within each other"),
         (lambda body: body["tensors"].update({"a\nb": first(body)}), r"tensors\.a\\nb\.\[key\]: .*cannot be printed"),
         (lambda body: body["tensors"].update({"\ud800": first(body)}), "unable to parse raw data as a unicode string"),
-        (lambda body: body["tensors"].update({"x" * 9000: first(body)}), r"tensors\.x{192}…: .*at most 512"),
+        (lambda body: body["tensors"].update({"x" * 900: first(body)}), r"tensors\.x{192}…: .*at most 512"),
+        (lambda body: body["meta"].update({"k" * 1025: 1}), "a key has more than 1024 characters"),
         (lambda body: first(body).update(per_rank=1), "per_rank: Input should be a valid boolean"),
         (lambda body: _sizes(body, 2**62, [1] * 33), "at most 32 items"),
         (lambda body: _sizes(body, 2**63 - 1, [2**31, 2**31, 2]), r"shape \[2147483648, 2147483648, 2\] is larger than any"),
@@ -125,6 +137,9 @@ def test_meta_as_deep_as_it_is_written_can_be_read(tmp_path: Path) -> None:
     assert checkpoint.meta == lists and checkpoint.rank_meta(0) == objects
     with pytest.raises(CheckpointError, match="too deep for a manifest"):
         plain_json(nested(deepest + 1, True), "meta")
+    assert plain_json({"k" * 1024: 1}, "meta")
+    with pytest.raises(CheckpointError, match="a key of 1025 characters; at most 1024"):
+        plain_json({"k" * 1025: 1}, "meta")
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
@@ -354,6 +369,35 @@ def test_no_code_runs_because_a_checkpoint_names_it(
     with pytest.raises(QEffectError, match="ran"):
         load_for_inference(run, family=name)
     assert (tmp_path / "ran").exists()
+
+
+def test_comparing_meta_data_takes_memory_of_their_size(saved: Path) -> None:  # noqa: F811
+    """Sixty long keys around thousands of numbers: a path for each number would be a thousand times as long as the number."""
+    value: Any = list(range(5000))
+    for _ in range(DEPTH_MOST - 6):
+        value = {"k" * 1024: value}
+    reseal(saved, lambda body: body["meta"].update(a=value))
+    checkpoint = open_checkpoint(saved)
+    tracemalloc.start()
+    assert compare(checkpoint, checkpoint, None).same
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5_000_000
+
+
+def test_differences_of_meta_values_are_leaves(saved: Path, tmp_path: Path) -> None:  # noqa: F811
+    """What one side lacks, kinds that differ, and empty containers; and there is an end to them."""
+    a, b = saved, Path(shutil.copytree(saved, tmp_path / "b"))
+    values = {"same": [1, {"x": None}], "gone": {"p": [1, {}]}, "kind": {"x": 1}, "leaf": {}, "bits": 1}
+    others = {"same": [1, {"x": None}], "kind": [2], "leaf": {"y": []}, "bits": 1.0, "n": list(range(META_MOST))}
+    for path, meta in ((a, values), (b, others)):
+        reseal(path, lambda body, meta=meta: body.update(meta=meta))
+    found = compare(open_checkpoint(a), open_checkpoint(b), ["gone", "kind", "leaf", "bits", "same"]).meta
+    assert [(item.key, item.a, item.b) for item in found] == [
+        ("bits", 1, 1.0), ("gone.p[0]", 1, "<absent>"), ("gone.p[1]", {}, "<absent>"), ("kind.x", 1, "<absent>"),
+        ("kind[0]", "<absent>", 2), ("leaf", {}, "<absent>"), ("leaf.y", "<absent>", []),
+    ]  # fmt: skip
+    assert len(compare(open_checkpoint(a), open_checkpoint(b), None).meta) == META_MOST
 
 
 def test_a_configuration_inherits_from_no_file(run: Path, tmp_path: Path) -> None:
