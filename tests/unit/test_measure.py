@@ -46,6 +46,10 @@ def test_on_one_rank_by_a_made_up_clock(backend, monkeypatch):
     assert assembly.engine.watch is None
 
 
+SEND = 1.0
+"""Seconds of a send, in the plan's eyes: so long that no schedule hides it, however fast the machine is."""
+
+
 @pytest.mark.parametrize(
     ("schedule", "chunks", "backend"),
     [("zb-v", 2, "eager"), ("zb-h2", None, "host_replay"), ("interleaved-1f1b", 2, "eager"), ("gpipe", None, "eager")],
@@ -55,7 +59,7 @@ def test_a_pipeline_against_its_plan(schedule, chunks, backend, monkeypatch):
     keys = {"schedule": schedule, "chunks": chunks, "microbatches": 5}
     ranks = Ranks(config(parallel__pp=2, pipeline=keys, graphs__backend=backend), monkeypatch)
     ranks.prepare(batch(0, 5))
-    meters = {part.mesh.rank: Meter(part.engine, part.register.knows, 1e-3) for part in ranks.parts}
+    meters = {part.mesh.rank: Meter(part.engine, part.register.knows, SEND) for part in ranks.parts}
     watches = {rank: meter.start() for rank, meter in meters.items()}
     ranks.step(0, batch(0, 5))
     reports = ranks.each(lambda part: meters[part.mesh.rank].report(watches[part.mesh.rank]))
@@ -65,7 +69,7 @@ def test_a_pipeline_against_its_plan(schedule, chunks, backend, monkeypatch):
     times = watches[0].times() | watches[1].times()
     number = plan.placement.num_chunks
     means = [[sum(v) / len(v) for v in (times[kind, chunk] for chunk in range(number))] for kind in (Kind.F, Kind.I, Kind.W)]
-    assert report["bubble_predicted"] == pytest.approx(simulate(plan, *means, 1e-3).bubble, rel=1e-9)
+    assert report["bubble_predicted"] == pytest.approx(simulate(plan, *means, SEND).bubble, rel=1e-9)
     assert report["bubble_predicted"] != pytest.approx(simulate(plan, *means, 0.0).bubble, rel=1e-9)
     assert 0 < report["bubble"] < 1 and all(0 <= bubble < 1 for bubble in report["bubble_per_rank"])
     assert report["peak_leases"] == report["peak_leases_predicted"] == [plan.peak_leases(rank)[1] for rank in range(2)]
