@@ -75,6 +75,9 @@ def setup(arguments: argparse.Namespace) -> Setup:
         UsageError: no GPU, or fewer than asked for.
     """
     if arguments.device == "cpu":
+        for given, flag in ((arguments.gpus is not None, "--gpus"), (arguments.backend != "native", "--backend te")):
+            if given:
+                raise UsageError(f"{flag} is for --device cuda: add that, or leave it out")
         return Setup("cpu", ROOT / "models/configs/demo.yaml", 2, 21, 5, 13)
     visible = gpus()
     if not visible:
@@ -111,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dir", type=Path, help="where everything goes (default: runs/demo, on GPUs runs/demo-gpu)")
     made.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: %(default)s)")
     made.add_argument("--gpus", type=int, help="GPUs to train on, as pipeline stages (default: two where there are two)")
-    made.add_argument("--backend", default="native", help="on GPUs: who runs the layers, native or te (default: %(default)s)")
+    made.add_argument("--backend", choices=["native", "te"], default="native", help="on GPUs: of the layers")
     made.add_argument("--corpus", type=Path, metavar="DIR", help="use the corpus in DIR, made by an earlier demo")
     made.add_argument("--only-corpus", action="store_true", help="make the corpus and stop")
     made.add_argument("--max-mb", type=float, default=12.0, help="megabytes of corpus, at least 10 (default: %(default)s)")

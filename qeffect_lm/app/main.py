@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
 
 from qeffect_lm import __version__
 from qeffect_lm.config import Config, help_text, load_config
@@ -18,10 +19,11 @@ from qeffect_lm.runtime.install_check import check_installation
 from qeffect_lm.runtime.launch import LaunchEnv, StopSignals
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(program: str = "train.py") -> argparse.ArgumentParser:
+    """The options, under the name it was started by."""
     made = argparse.ArgumentParser(
-        prog="train.py",
-        usage="train.py CONFIG.yaml [section.key=value ...] [--dry-run [--gradients]]",
+        prog=program,
+        usage=f"{program} CONFIG.yaml [section.key=value ...] [--dry-run [--gradients]]",
         description="Train a language model as CONFIG.yaml says. Launch several ranks with torchrun, or with srun "
         "(ranks and master from SLURM_*).",
         epilog=help_text(100),
@@ -41,7 +43,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     """Run the command; returns the exit code. ``environ`` is the process environment (determinism variables are set in it)."""
-    arguments = parser().parse_intermixed_args(argv)
+    program = "qeffect-train" if Path(sys.argv[0]).stem == "qeffect-train" else "train.py"
+    arguments = parser(program).parse_intermixed_args(argv)
     rank = environ.get("RANK") or environ.get("SLURM_PROCID") or ""
     try:
         check_installation()

@@ -33,6 +33,8 @@ def test_on_gpus(monkeypatch, visible, argv, ranks):
 def test_what_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(demo, "gpus", lambda: 0)
     assert demo.main(["--device", "cuda"]) == 2 and "make demo" in capsys.readouterr().err
+    for options in (["--gpus", "1"], ["--backend", "te"]):
+        assert demo.main(options) == 2 and f"error: {options[0]}" in capsys.readouterr().err
     monkeypatch.setattr(demo, "gpus", lambda: 2)
     with pytest.raises(UsageError, match="--gpus 3: torch sees 2"):
         setup("--device", "cuda", "--gpus", "3")

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from qeffect_lm import __version__
 from qeffect_lm.errors import QEffectError, UsageError
-from tools.bench import commit
+from tools.bench.report import commit
 from tools.common import ROOT
 
 PARTS = ("lockstep", "killed", "float64")
