@@ -3,6 +3,7 @@
     python -m tools.convert --from hf --to native SRC DST [--dtype bfloat16] [--max-shard-size 5GB] [--dry-run]
     python -m tools.convert --from native --to hf SRC DST
     python -m tools.convert --from megatron --to native SRC DST --allow-pickle [--weights-only] [--vocab-size N]
+    python -m tools.convert --from native --to megatron SRC DST [--tp N --pp N]
 
 SRC is a folder with ``config.json`` and safetensors files (hf), a checkpoint of ours (native: a ``step_…`` folder, a run's
 folder, a folder that a conversion made), or Megatron's (megatron: ``torch_dist`` or ``mp_rank`` folders). DST appears whole
@@ -34,6 +35,7 @@ from checkpoint.hf.folder import read_json
 from checkpoint.hf.read import read_hf
 from checkpoint.hf.write import plan_hf, write_hf
 from checkpoint.megatron.read import read_megatron
+from checkpoint.megatron.write import Ranks, check_model, write_megatron
 from checkpoint.native import SHARD_SIZE, read_native, write_native
 from checkpoint.portable import CASTS, Item, Model
 from checkpoint.publish import check_destination, publish
@@ -43,7 +45,7 @@ from qeffect_lm.units import format_bytes, parse_bytes
 from tools.common import add_traceback, run_tool
 
 SOURCES = ("hf", "native", "megatron")
-TARGETS = ("hf", "native")
+TARGETS = ("hf", "native", "megatron")
 OVERHEAD = 1 << 20  # bytes of a manifest, roughly: for the check of free space only
 
 
@@ -58,7 +60,7 @@ def convert(arguments: argparse.Namespace, ops: FileOps | None = None) -> int:
     source, target, destination = arguments.source_format, arguments.target_format, arguments.dst
     shard_size = _shard_size(arguments.max_shard_size)
     model = _read(source, arguments)
-    nbytes, write = _writer(target, model, shard_size)
+    nbytes, write = _writer(target, model, shard_size, _ranks(arguments))
     check_destination(destination, nbytes)
     report = describe(model, target, destination, nbytes)
     print(json.dumps(report, indent=1) if arguments.json else text(report, arguments.dry_run))
@@ -72,8 +74,14 @@ def convert(arguments: argparse.Namespace, ops: FileOps | None = None) -> int:
     return 0
 
 
-def _writer(target: str, model: Model, shard_size: int | None) -> tuple[int, Callable[[Model, Path, FileOps], None]]:
+def _writer(
+    target: str, model: Model, shard_size: int | None, ranks: Ranks | None
+) -> tuple[int, Callable[[Model, Path, FileOps], None]]:
     """How many bytes the target will have, and what writes it into a folder."""
+    if target == "megatron":
+        check_model(model, ranks)
+        size = shard_size or SHARD_SIZE
+        return model.nbytes + OVERHEAD, lambda watched, folder, ops: write_megatron(watched, folder, ops, ranks, size)
     if target == "hf":
         layout = plan_hf(model, shard_size)
         return layout.nbytes, lambda watched, folder, ops: write_hf(watched, layout, folder, ops)
@@ -104,6 +112,15 @@ def _read(source: str, arguments: argparse.Namespace) -> Model:
         return read_hf(path, dtype)
     model = read_native(path, wide=dtype == "float32", fp8=arguments.fp8)
     return model if dtype is None else model.cast(dtype)
+
+
+def _ranks(arguments: argparse.Namespace) -> Ranks | None:
+    """The ranks that Megatron's own folders are written for; None: torch_dist."""
+    given = arguments.tp is not None or arguments.pp is not None
+    if given and arguments.target_format != "megatron":
+        raise UsageError("--tp and --pp are for --to megatron: leave them out")
+    tp, pp = (1 if number is None else number for number in (arguments.tp, arguments.pp))
+    return Ranks(tp, pp) if given else None
 
 
 def _section(path: Path) -> dict[str, Any]:
@@ -228,6 +245,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--weights-only", action="store_true", help="leave optimizer state, step and FP8 scales behind")
     add("--model", metavar="FILE", type=Path, help="what the model is, where SRC does not say (YAML or config.json)")
     add("--vocab-size", metavar="N", type=int, help="the number of tokens, where SRC does not say")
+    to_megatron = parser.add_argument_group("with --to megatron (which is torch_dist without these)")
+    to_megatron.add_argument("--tp", metavar="N", type=int, help="mp_rank folders for N tensor-parallel ranks")
+    to_megatron.add_argument("--pp", metavar="N", type=int, help="mp_rank folders for N pipeline ranks")
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what would be written, write nothing")
     parser.add_argument("--json", action="store_true", help="print what is done as JSON")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")

@@ -143,6 +143,9 @@ def _training_state(checkpoint: Checkpoint, assembly: Assembly) -> Start:
     scales = [item for item in items if item.role in SCALES]
     calibrated = False
     if scales and any(entry.role in SCALES for entry in checkpoint.manifest.tensors.values()):
+        length = next(entry.shape[0] for entry in checkpoint.manifest.tensors.values() if entry.role is Role.AMAX_HISTORY)
+        if length != assembly.config.precision.fp8.history:
+            raise UsageError(f"{checkpoint.path} has amax histories of {length} windows: set precision.fp8.history={length}")
         load_into(checkpoint, scales, strict=False)
         window = assembly.timeline.window
         assembly.timeline.load_state({"epochs": dict.fromkeys(map(str, Direction), 1), "commits": 1, "window": window})

@@ -2,6 +2,10 @@
 
     python tests/golden/make_megatron.py OUT.tar.xz                    # Megatron-core importable, or --megatron FOLDER
     python tests/golden/make_megatron.py OUT.tar.xz --te               # on a GPU, layers of Transformer Engine, FP8 histories
+    python tests/golden/make_megatron.py FOLDER --check                # the other way round: it loads what a conversion wrote
+
+FOLDER holds ``expected.safetensors`` and ``converted``, which ``tools.convert --to megatron`` made of that model (without
+``--tp`` and ``--pp``, or with both 1); Megatron-core's logits with it have to be the expected ones, bit for bit.
 
 Megatron-core's own models, optimizer and checkpoint code run, with tiny sizes: first one process, whose model says what is
 right (logits in float32, every parameter, master and moment), then four with two tensor-parallel and two pipeline ranks,
@@ -295,7 +299,44 @@ def with_te(out: Path) -> None:
     save_dist(out / "te", saved, METADATA)
 
 
-PHASES = {"one": one_process, "four": four_processes, "te": with_te}
+def check(out: Path) -> None:
+    """Load a converted checkpoint as Megatron does, and compare logits."""
+    import torch
+    from megatron.core import dist_checkpointing
+    from safetensors.torch import load_file
+
+    folder, expected = out / "converted" / "release", load_file(out / "expected.safetensors")
+    assert (folder.parent / "latest_checkpointed_iteration.txt").read_text() == "release"
+    model = build(torch.bfloat16)
+    if (folder / "metadata.json").exists():
+        wanted = {"model": model.sharded_state_dict(metadata=dict(METADATA))}
+        state = dist_checkpointing.load(wanted, str(folder))
+        assert dist_checkpointing.load_content_metadata(str(folder)) is not None
+    else:
+        state = torch.load(folder / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)
+        norms = {
+            "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+        }
+        for theirs, ours in norms.items():
+            for name in [name for name in state["model"] if ours in name]:  # these layers keep norms by themselves
+                state["model"][name.replace(ours, theirs)] = state["model"].pop(name)
+        for name in [name for name in state["model"] if "core_attention" in name]:
+            del state["model"][name]
+        for name in ("output_layer.weight", "embedding.word_embeddings.weight"):
+            state["model"][name] = state["model"][name][:PADDED]  # Megatron's divisor is 128 there, and 64 here
+    assert state["args"].num_layers == LAYERS and state["checkpoint_version"] == 3.0
+    print(model.load_state_dict(state["model"], strict=True))
+    wide = build(torch.float32)
+    wide.load_state_dict({k: v.float() if v is not None else v for k, v in model.state_dict().items()})
+    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
+    with torch.no_grad():
+        logits = wide(expected["tokens"], torch.arange(SEQUENCE)[None].expand(2, SEQUENCE), mask)[..., :VOCAB]
+    print("logits equal:", torch.equal(logits, expected["logits"]), f"(largest {float(logits.abs().max()):.3f})")
+    assert torch.equal(logits, expected["logits"])
+
+
+PHASES = {"check": check, "one": one_process, "four": four_processes, "te": with_te}
 
 
 def rank(phase: str, out: Path) -> None:
@@ -319,6 +360,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--megatron", help="a folder with the package megatron (and what it needs), put before others")
     parser.add_argument("--te", action="store_true")
+    parser.add_argument("--check", action="store_true")
     parser.add_argument("--phase", choices=PHASES, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.megatron:
@@ -326,21 +368,28 @@ def main() -> None:
     if given.phase:
         rank(given.phase, given.out)
         return
+    if given.check:
+        run("check", str(given.out), given.megatron)
+        return
     with tempfile.TemporaryDirectory() as folder:
         for phase in ["te"] if given.te else ["one", "four"]:
-            world = 4 if phase == "four" else 1
-            command = [sys.executable, __file__, folder, "--phase", phase]
-            command += ["--megatron", given.megatron] if given.megatron else []
-            processes = []
-            for number in range(world):
-                env = {**os.environ, "RANK": str(number), "WORLD_SIZE": str(world), "LOCAL_RANK": str(number)}
-                env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29541"}
-                processes.append(subprocess.Popen(command, env=env))
-            if any([process.wait() for process in processes]):
-                sys.exit(f"phase {phase} failed")
+            run(phase, folder, given.megatron)
         with tarfile.open(given.out, "w:xz", preset=9) as archive:
             for path in sorted(Path(folder).iterdir()):
                 archive.add(path, path.name, filter=_plain)
+
+
+def run(phase: str, folder: str, megatron: str | None) -> None:
+    """All processes of a phase."""
+    world = 4 if phase == "four" else 1
+    command = [sys.executable, __file__, folder, "--phase", phase, *(["--megatron", megatron] if megatron else [])]
+    processes = []
+    for number in range(world):
+        env = {**os.environ, "RANK": str(number), "WORLD_SIZE": str(world), "LOCAL_RANK": str(number)}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29541"}
+        processes.append(subprocess.Popen(command, env=env))
+    if any([process.wait() for process in processes]):
+        sys.exit(f"phase {phase} failed")
 
 
 def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo:
