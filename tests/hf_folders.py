@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from checkpoint.hf import tensor_groups
 from checkpoint.hf.config import config_json
@@ -67,3 +67,8 @@ def make_folder(
 def contents(path: Path) -> dict[str, bytes]:
     """Every file's bytes."""
     return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder, whatever files they are in."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}

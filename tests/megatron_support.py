@@ -8,12 +8,17 @@ import argparse
 import pickle
 import tarfile
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from checkpoint.megatron import unpickle
+from tools.convert import main
+
 GOLDEN = Path(__file__).parent / "golden" / "megatron.tar.xz"
+LAYOUTS = ("dist", "dist_tp2_pp2", "torch_tp2_pp2", "dist_layers")
 SIZES = {"hidden": 24, "heads": 12, "groups": 12, "head_dim": 4, "ffn": 36, "layers": 4}
 
 
@@ -143,3 +148,22 @@ def write_ranks(
             torch.save(content, path / "model_optim_rng.pt")
     (root / "latest_checkpointed_iteration.txt").write_text("7")
     return root
+
+
+def optimizer_state(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """As torch's Adam numbers it in Megatron's groups: matrices first, then what does not decay."""
+    groups = [[n for n, t in tensors.items() if (t.dim() > 1) == decays] for decays in (True, False)]
+    order = [name for group in groups for name in group]
+    state = {i: {kind: tensors[n].float() + k for k, kind in enumerate(("exp_avg", "exp_avg_sq"))} for i, n in enumerate(order)}
+    numbers = iter(range(len(order)))
+    made = [{"wd_mult": float(i == 0), "step": 7, "params": [next(numbers) for _ in group]} for i, group in enumerate(groups)]
+    masters = [[tensors[name].float() for name in group] for group in groups]
+    return {"optimizer": {"state": state, "param_groups": made}, "fp32_from_fp16_params": masters}
+
+
+def run(src: Path, dst: Path, *more: str, target: str = "native") -> int:
+    return main(["--from", "megatron", "--to", target, str(src), str(dst), "--quiet", "--allow-pickle", *more])
+
+
+def in_this_process(kind: str, paths: Sequence[Path]) -> list[str]:
+    return [unpickle.answer(kind, str(path)) for path in paths]

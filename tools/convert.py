@@ -35,7 +35,7 @@ from checkpoint.hf.folder import read_json
 from checkpoint.hf.read import read_hf
 from checkpoint.hf.write import plan_hf, write_hf
 from checkpoint.megatron.read import read_megatron
-from checkpoint.megatron.write import Ranks, check_model, write_megatron
+from checkpoint.megatron.write import Ranks, check_model, left_behind, nbytes_of, options, write_megatron
 from checkpoint.native import SHARD_SIZE, read_native, write_native
 from checkpoint.portable import CASTS, Item, Model
 from checkpoint.publish import check_destination, publish
@@ -46,6 +46,7 @@ from tools.common import add_traceback, run_tool
 
 SOURCES = ("hf", "native", "megatron")
 TARGETS = ("hf", "native", "megatron")
+LOAD = "--finetune --use-checkpoint-args"
 OVERHEAD = 1 << 20  # bytes of a manifest, roughly: for the check of free space only
 
 
@@ -80,8 +81,10 @@ def _writer(
     """How many bytes the target will have, and what writes it into a folder."""
     if target == "megatron":
         check_model(model, ranks)
-        size = shard_size or SHARD_SIZE
-        return model.nbytes + OVERHEAD, lambda watched, folder, ops: write_megatron(watched, folder, ops, ranks, size)
+        if ranks is not None and shard_size is not None:
+            raise UsageError("--max-shard-size has no meaning with --tp and --pp: each rank has one file")
+        size, nbytes = shard_size or SHARD_SIZE, nbytes_of(model, ranks) + OVERHEAD
+        return nbytes, lambda watched, folder, ops: write_megatron(watched, folder, ops, ranks, size)
     if target == "hf":
         layout = plan_hf(model, shard_size)
         return layout.nbytes, lambda watched, folder, ops: write_hf(watched, layout, folder, ops)
@@ -150,7 +153,8 @@ def describe(model: Model, target: str, destination: Path, nbytes: int) -> dict[
         "largest_tensor_bytes": max((item.nbytes for item in model.items), default=0),
         "step": model.progress.step,
         "state": len(model.state),
-        "left_behind": list(model.dropped),
+        "left_behind": [*model.dropped, *(left_behind(model) if target == "megatron" else [])],
+        "load_with": f"--load {destination} {LOAD} {options(model)}" if target == "megatron" else None,
     }
 
 
@@ -165,6 +169,8 @@ def text(report: dict[str, Any], dry_run: bool) -> str:
     if report["state"]:
         lines.append(f"  with the training's state: {report['state']} tensors, step {report['step']}")
     lines += [f"  left behind: {what}" for what in report["left_behind"]]
+    if report["load_with"]:
+        lines.append(f"  to load it in Megatron: {report['load_with']}")
     if dry_run:
         lines.append("dry run: all of this was checked, nothing was written")
     return "\n".join(lines)

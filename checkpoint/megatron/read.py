@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from checkpoint.hf.folder import CONFIG as HF_CONFIG
+from checkpoint.hf.folder import INDEX, read_small, travelling
+from checkpoint.hf.read import HEADER
 from checkpoint.hf.tensors import tensor_groups
 from checkpoint.layout import natural_key
 from checkpoint.megatron.found import MASTER, MOMENTS, Found
@@ -21,6 +24,7 @@ from qeffect_lm.errors import UsageError
 from qeffect_lm.state import Role
 
 TRACKER = "latest_checkpointed_iteration.txt"
+TOKENIZER = "tokenizer"  # a folder beside the checkpoints, of ours: Megatron keeps none
 # Our quantised tensors of a linear: kind → (which of Transformer Engine's tensors, its column there).
 _ROLES = {"input": ("fwd", 0), "weight": ("fwd", 1), "grad_output": ("bwd", 0)}
 _PREFIXES = {"exp_avg": ("moment1", Role.MOMENT), "exp_avg_sq": ("moment2", Role.MOMENT), MASTER: ("master", Role.MASTER)}
@@ -73,6 +77,7 @@ def read_megatron(
         dtype=dtype or main_dtype(items),
         main=main_dtype(items),
         seq_len=args.get("seq_length"),
+        files=_tokenizer(folder.parent / TOKENIZER),
         state=state,
         progress=Progress() if weights_only else progress,
         contract=contract,
@@ -101,6 +106,14 @@ def checkpoint_folder(path: Path) -> Path:
     if (path / METADATA).exists():
         raise UsageError(f"{path} has no {CONFIG}, which Megatron writes last: the save was interrupted")
     raise UsageError(f"{path} is no Megatron checkpoint: it has neither {CONFIG} nor mp_rank folders, nor {TRACKER}")
+
+
+def _tokenizer(folder: Path) -> dict[str, bytes]:
+    """The files in a folder of this name beside the checkpoint, where ``--to megatron`` or the user put them."""
+    if not folder.is_dir():
+        return {}
+    names = [name for name in travelling(folder)[0] if name not in (HF_CONFIG, INDEX) and not name.endswith(HEADER)]
+    return {name: read_small(folder / name) for name in names}
 
 
 def _section(found: Found, given: Mapping[str, Any] | None, vocab_size: int | None, where: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from checkpoint.publish import PREFIX
 from qeffect_lm.errors import UsageError
 from tests.checkpoint_support import Killed, ScriptedOps
 from tests.crashing import dying
-from tests.hf_folders import SECTION, contents, make_folder, random_tensors
+from tests.hf_folders import SECTION, contents, make_folder, random_tensors, tensors_of
 from tools.convert import _parser, convert, main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -445,10 +445,6 @@ def test_memory_is_that_of_one_tensor_group(tmp_path: Path) -> None:
         assert grew < 100e6, step
     assert load_file(tmp_path / "2" / "model-00001-of-00003.safetensors").keys() < tensors_of(tmp_path / "6").keys()
     assert (tmp_path / "2" / "config.json").read_bytes() == (tmp_path / "hf" / "config.json").read_bytes()
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def test_plan_is_pure(both: dict[str, Path]) -> None:

@@ -2,46 +2,37 @@
 
 from __future__ import annotations
 
-import copy
-import json
-import os
 import pickle
-import re
-import shutil
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from checkpoint import open_checkpoint
-from checkpoint.hf.config import config_json
-from checkpoint.megatron import guard, unpickle
-from checkpoint.megatron.names import ours, split_axis, theirs
+from checkpoint.megatron import guard
+from checkpoint.megatron.names import ours, theirs
 from checkpoint.megatron.read import read_megatron
-from checkpoint.megatron.unpickle import METADATA_RECORDS, RECORDS, Refused, Restricted
-from checkpoint.megatron.write import Ranks, write_megatron
 from checkpoint.publish import publish
 from qeffect_lm.app.inference import load_for_inference
 from qeffect_lm.errors import UsageError
-from tests.checkpoint_support import ScriptedOps
-from tests.hf_folders import SECTION, contents, make_folder, random_tensors
-from tests.megatron_support import SIZES, arguments, extra_state, unpacked, whole, write_ranks
+from tests.hf_folders import contents
+from tests.megatron_support import (
+    LAYOUTS,
+    SIZES,
+    arguments,
+    extra_state,
+    in_this_process,
+    optimizer_state,
+    run,
+    unpacked,
+    whole,
+    write_ranks,
+)
 from tests.runs import make_corpus, run_here
 from tools.convert import main
 
-LAYOUTS = ("dist", "dist_tp2_pp2", "torch_tp2_pp2", "dist_layers")
 KINDS = {"param": "param", "master": "master", "exp_avg": "moment1", "exp_avg_sq": "moment2"}
-
-
-def run(src: Path, dst: Path, *more: str, target: str = "native") -> int:
-    return main(["--from", "megatron", "--to", target, str(src), str(dst), "--quiet", "--allow-pickle", *more])
-
-
-def in_this_process(kind: str, paths: Sequence[Path]) -> list[str]:
-    return [unpickle.answer(kind, str(path)) for path in paths]
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +52,9 @@ def converted(request: pytest.FixtureRequest, golden: Path, tmp_path_factory: py
 
 
 @pytest.fixture(autouse=True)
-def here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most tests have the pickles opened in this process, which saves each a start of torch; those marked ``child`` do not."""
-    if "child" not in request.fixturenames:
-        monkeypatch.setattr(guard, "ask_child", in_this_process)
-
-
-@pytest.fixture
-def child() -> None:
-    """Asks for the process that opens pickles to be one."""
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pickles are opened in this process, which saves each test a start of torch."""
+    monkeypatch.setattr(guard, "ask_child", in_this_process)
 
 
 # ---- what Megatron-core wrote --------------------------------------------------------------------------------------
@@ -252,359 +237,3 @@ def test_fp8_training_goes_on_with_them(tmp_path: Path, monkeypatch) -> None:
             assert torch.equal(rolled[1:], before.read(name)[:-1]) and rolled[0] > 0, name
             compared += 1
     assert compared == 3 * len(modules)
-
-
-def optimizer_state(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """As torch's Adam numbers it in Megatron's groups: matrices first, then what does not decay."""
-    groups = [[n for n, t in tensors.items() if (t.dim() > 1) == decays] for decays in (True, False)]
-    order = [name for group in groups for name in group]
-    state = {i: {kind: tensors[n].float() + k for k, kind in enumerate(("exp_avg", "exp_avg_sq"))} for i, n in enumerate(order)}
-    numbers = iter(range(len(order)))
-    made = [{"wd_mult": float(i == 0), "step": 7, "params": [next(numbers) for _ in group]} for i, group in enumerate(groups)]
-    masters = [[tensors[name].float() for name in group] for group in groups]
-    return {"optimizer": {"state": state, "param_groups": made}, "fp32_from_fp16_params": masters}
-
-
-# ---- back ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("ranks", [(), ("--tp", "2", "--pp", "2"), ("--tp", "1"), ("--pp", "4")])
-def test_what_is_written_reads_as_what_was_there(golden: Path, tmp_path: Path, ranks: tuple[str, ...]) -> None:
-    """Both layouts, any ranks: every parameter bit for bit, by our own reader (whose judge is Megatron's golden). That
-    Megatron-core itself loads both was tried with tests/golden/make_megatron.py --check."""
-    assert run(golden / "dist", tmp_path / "megatron", *ranks, target="megatron") == 0
-    assert (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").read_text() == "release"
-    assert run(tmp_path / "megatron", tmp_path / "back") == 0
-    back, expected = open_checkpoint(tmp_path / "back"), load_file(golden / "expected.safetensors")
-    for name in back.names():
-        wanted = expected[f"param/{_local(theirs(name.removeprefix('param/')))}"]
-        assert torch.equal(back.read(name), wanted[: back.entry(name).shape[0]]), name
-    assert len(back.names()) == 27
-
-
-def _local(name: str) -> str:
-    """Norms by themselves, as the golden's model has them."""
-    return name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.").replace(
-        "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
-    )
-
-
-def test_torch_reads_what_is_written(golden: Path, tmp_path: Path) -> None:
-    """torch.distributed.checkpoint itself, in whole tensors, over several files."""
-    import torch.distributed.checkpoint as dcp
-
-    assert run(golden / "dist", tmp_path / "megatron", "--max-shard-size", "20KB", target="megatron") == 0
-    folder = tmp_path / "megatron" / "release"
-    assert len(list(folder.glob("*.distcp"))) > 2
-    expected = load_file(golden / "expected.safetensors")
-    wanted = {
-        "decoder.layers.mlp.linear_fc1.weight": torch.empty(4, 48, 16, dtype=torch.bfloat16),
-        "output_layer.weight": torch.empty(59, 16, dtype=torch.bfloat16),
-        "decoder.layers.self_attention.linear_qkv.layer_norm_weight": torch.empty(4, 16, dtype=torch.bfloat16),
-    }
-    dcp.load(wanted, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
-    assert torch.equal(wanted["output_layer.weight"], expected["param/output_layer.weight"][:59])
-    for i in range(4):
-        fc1 = wanted["decoder.layers.mlp.linear_fc1.weight"][i]
-        assert torch.equal(fc1, expected[f"param/decoder.layers.{i}.mlp.linear_fc1.weight"])
-        norm = wanted["decoder.layers.self_attention.linear_qkv.layer_norm_weight"][i]
-        assert torch.equal(norm, expected[f"param/decoder.layers.{i}.input_layernorm.weight"])
-
-
-def test_which_dimension_tensor_parallelism_cuts() -> None:
-    """As Megatron's column-parallel (rows, biases too), row-parallel (columns) and replicated parameters."""
-    at = "decoder.layers.3."
-    cut = {
-        "embedding.word_embeddings.weight": 0,
-        "output_layer.weight": 0,
-        f"{at}self_attention.linear_qkv.weight": 0,
-        f"{at}self_attention.linear_qkv.bias": 0,
-        f"{at}mlp.linear_fc1.weight": 0,
-        f"{at}self_attention.linear_proj.weight": 1,
-        f"{at}mlp.linear_fc2.weight": 1,
-        f"{at}self_attention.linear_qkv.layer_norm_weight": None,
-        f"{at}mlp.linear_fc1.layer_norm_weight": None,
-        f"{at}self_attention.q_layernorm.weight": None,
-        "decoder.final_layernorm.weight": None,
-    }
-    assert {name: split_axis(name) for name in cut} == cut
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-@pytest.mark.parametrize("ranks", [(), ("--tp", "2")])
-def test_biases_and_norms_of_other_families(tmp_path: Path, family: str, ranks: tuple[str, ...]) -> None:
-    """Biases of q, k and v, norms of q and k: there and back by our own rules."""
-    section = {**SECTION, "family": family}
-    folder = make_folder(tmp_path / "hf", random_tensors(section), config=config_json(section))
-    assert main(["--from", "hf", "--to", "megatron", str(folder), str(tmp_path / "m"), "--quiet", *ranks]) == 0
-    assert main(["--from", "hf", "--to", "native", str(folder), str(tmp_path / "n"), "--quiet"]) == 0
-    assert run(tmp_path / "m", tmp_path / "back") == 0
-    back, direct = open_checkpoint(tmp_path / "back"), open_checkpoint(tmp_path / "n")
-    assert back.names() == direct.names() and back.meta["config"]["model"]["family"] == family
-    assert all(torch.equal(back.read(name), direct.read(name)) for name in back.names())
-
-
-@pytest.mark.parametrize(
-    ("change", "options", "said"),
-    [
-        ({"family": "mistral", "sliding_window": 8}, (), "model.sliding_window is 8"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, (), "model.rope_scaling is"),
-        ({"attention_bias": "all"}, (), "model.attention_bias is 'all'|has no counterpart"),
-        ({}, ("--tp", "3"), "3 tensor-parallel ranks do not divide 2"),
-        ({}, ("--pp", "0"), "0 pipeline ranks"),
-        ({}, ("--pp", "3"), "3 pipeline ranks do not divide 2"),
-    ],
-)
-def test_what_megatron_cannot_be(tmp_path: Path, capsys, change: dict, options: tuple[str, ...], said: str) -> None:
-    section = {**SECTION, **change}
-    folder = make_folder(tmp_path / "hf", random_tensors(section), config=config_json(section))
-    command = ["--from", "hf", "--to", "megatron", str(folder), str(tmp_path / "out"), "--quiet", *options]
-    assert main(command) == 2
-    assert re.search(said, capsys.readouterr().err) and not (tmp_path / "out").exists()
-
-
-def test_a_failure_leaves_no_megatron_checkpoint(golden: Path, tmp_path: Path) -> None:
-    model = read_megatron(golden / "dist_layers", allow_pickle=True)
-    for number, ranks in enumerate((None, Ranks(2, 1))):
-
-        def write(dst: Path, ops: ScriptedOps, ranks: Ranks | None = ranks) -> None:
-            publish(dst, lambda folder: write_megatron(model, folder, ops, ranks), ops)
-
-        count = ScriptedOps()
-        write(tmp_path / f"good{number}", count)
-        for at in range(0, count.count - 1, 5):
-            dst = tmp_path / f"{number}.{at}"
-            with pytest.raises(Exception, match="Input/output error"):
-                write(dst, ScriptedOps(at))
-            assert not dst.exists() and not list(tmp_path.glob(".tmp-*"))
-
-
-# ---- pickles -------------------------------------------------------------------------------------------------------
-
-
-class Evil:
-    """Unpickling it would make a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.path}",)
-
-
-class EvilMkdir(Evil):
-    def __reduce__(self) -> Any:
-        return os.makedirs, (str(self.path),)
-
-
-def test_a_hostile_checkpoint_runs_nothing(child: None, golden: Path, tmp_path: Path, capsys) -> None:
-    """In each place where a pickle is read: the file is refused by name, and what it wanted has not happened."""
-    touched = tmp_path / "touched"
-    write_ranks(tmp_path / "legacy", whole(60), arguments(), rng_state=Evil(touched))
-    raw = torch.frombuffer(bytearray(pickle.dumps({"amax_history_fwd": Evil(touched)})), dtype=torch.uint8)
-    write_ranks(tmp_path / "extra", whole(60), arguments(), extra={"decoder.layers.0.mlp.linear_fc2": raw})
-    torch.save({"args": EvilMkdir(touched)}, tmp_path / "common.pt")
-    files = [tmp_path / name / "iter_0000007" / "mp_rank_00" / "model_optim_rng.pt" for name in ("legacy", "extra")]
-    for line in guard.ask_child("torch", [*files, tmp_path / "common.pt"]):
-        said = json.loads(line)["refused"]
-        assert "asks for" in said or "blocked" in said, said
-    dist = Path(shutil.copytree(golden / "dist", tmp_path / "dist"))
-    (dist / "iter_0000002" / ".metadata").write_bytes(pickle.dumps(EvilMkdir(touched)))
-    assert run(dist, tmp_path / "out") == 2
-    assert "iter_0000002 is refused: it asks for os.makedirs" in capsys.readouterr().err
-    assert not touched.exists() and not (tmp_path / "out").exists()
-
-
-def test_no_pickle_is_opened_without_consent(child: None, golden: Path, tmp_path: Path, monkeypatch, capsys) -> None:
-    def never(*_: Any, **__: Any) -> None:
-        raise AssertionError("a pickle was opened")
-
-    monkeypatch.setattr(guard.subprocess, "run", never)
-    for layout in LAYOUTS:
-        assert main(["--from", "megatron", "--to", "native", str(golden / layout), str(tmp_path / "x")]) == 2
-        assert "add --allow-pickle" in capsys.readouterr().err
-
-
-def test_the_names_that_pass_are_records_and_nothing_else() -> None:
-    """Whatever passes the list becomes a record; nothing that could do something is on it."""
-    for name in ("os.system", "builtins.eval", "builtins.getattr", "subprocess.Popen", "torch.load", "io.open", "torch.hub"):
-        assert not RECORDS.fullmatch(name) and not METADATA_RECORDS.fullmatch(name)
-    made = Restricted(pickle.dumps(Path("/x")), RECORDS).load()
-    assert type(made).__mro__[1].__name__ == "Record" and made.args == ("/", "x")
-    with pytest.raises(Refused, match="builtins.eval"):
-        Restricted(b"cbuiltins\neval\n(S'1'\ntR.", RECORDS).load()
-
-
-def test_torchs_own_guard_stands_behind_the_list(tmp_path: Path, monkeypatch) -> None:
-    """Were every name on the list, ``weights_only`` still calls nothing."""
-    monkeypatch.setattr(unpickle, "RECORDS", re.compile(".*"))
-    for number, evil in enumerate((Evil, EvilMkdir)):
-        torch.save({"model": evil(tmp_path / "touched")}, tmp_path / f"{number}.pt")
-        assert "refused" in json.loads(unpickle.answer("torch", str(tmp_path / f"{number}.pt")))
-    assert not (tmp_path / "touched").exists()
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"file": "../../etc/passwd"}, "not the name of a file"),
-        ({"file": "__9_0.distcp"}, "ends before byte"),
-        ({"offset": -1}, "-1 is no size"),
-        ({"offset": 10**9}, "ends before byte"),
-        ({"shape": [1 << 40, 16]}, "ends before byte"),
-        ({"dtype": "object"}, "dtype object"),
-        ({"stride": [1]}, "strides"),
-    ],
-)
-def test_answers_of_the_child_are_checked(golden: Path, monkeypatch, change: dict, said: str) -> None:
-    """The process that opens pickles may be what its pickles made of it: nothing outside the folder is read on its word."""
-    folder = golden / "dist" / "iter_0000002"
-    honest = guard._ask("torch_dist", [folder])
-
-    def lying(kind: str, paths: list[Path]) -> list[Any]:
-        answer = copy.deepcopy(honest)
-        answer[0]["tensors"]["output_layer.weight"]["chunks"][0].update(change)
-        return answer
-
-    monkeypatch.setattr(guard, "_ask", lying)
-    with pytest.raises(UsageError, match=said):
-        read_megatron(folder, allow_pickle=True)
-
-
-# ---- what is refused -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("num_experts", 8),
-        ("normalization", "LayerNorm"),
-        ("swiglu", False),
-        ("add_bias_linear", True),
-        ("apply_layernorm_1p", True),
-        ("position_embedding_type", "learned_absolute"),
-        ("rotary_interleaved", True),
-        ("rotary_percent", 0.5),
-        ("window_size", [4096, 0]),
-        ("mtp_num_layers", 1),
-        ("hidden_size", None),
-    ],
-)
-def test_arguments_that_ours_cannot_be(tmp_path: Path, argument: str, value: Any) -> None:
-    write_ranks(tmp_path, whole(60), arguments(**{argument: value}))
-    with pytest.raises(UsageError, match=f"argument {argument} is"):
-        read_megatron(tmp_path, allow_pickle=True)
-
-
-def test_tensors_and_ranks_that_do_not_fit(tmp_path: Path) -> None:
-    def fails(number: int, said: str, tensors: dict[str, torch.Tensor], *, tp: int = 1, remove: str = "", **more: Any) -> None:
-        root = write_ranks(tmp_path / str(number), tensors, arguments(), tp, **more)
-        if remove:
-            shutil.rmtree(root / "iter_0000007" / remove)
-        with pytest.raises(UsageError, match=said):
-            read_megatron(root, allow_pickle=True)
-
-    good = whole(60)
-    without = {name: tensor for name, tensor in good.items() if name != "decoder.layers.2.mlp.linear_fc2.weight"}
-    fails(0, "has no tensor layers.2.mlp.down.weight", without)
-    router = "decoder.layers.0.mlp.router.weight"
-    fails(1, f"tensor {router} belongs to no", {**good, router: torch.ones(2)})
-    fails(2, "final_norm.weight has the shape", {**good, "decoder.final_layernorm.weight": torch.ones(25).bfloat16()})
-    fails(3, r"mp_rank_01/model_optim_rng.pt is missing", good, tp=3, remove="mp_rank_01")
-    fails(9, "folders of 2 tensor-parallel ranks, and 3 saved", good, tp=3, remove="mp_rank_02")
-    norm = "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"
-    fails(4, "same parameter", {**good, "decoder.layers.0.pre_mlp_layernorm.weight": good[norm]})
-    old = {f"language_model.encoder.{name}": tensor for name, tensor in good.items()}
-    fails(5, "before Megatron-core", old)
-    wrong = optimizer_state(good)
-    wrong["optimizer"]["state"][3]["exp_avg"] = torch.ones(3)
-    fails(6, "exp_avg of decoder.layers.0.mlp.linear_fc1.weight has the shape", good, optimizer=wrong)
-    few = optimizer_state(good)
-    few["optimizer"]["param_groups"][1]["params"].pop()
-    fails(7, "parameter group 1 of the optimizer has 8 parameters, the model 9 that do not decay", good, optimizer=few)
-    uneven = optimizer_state(good)
-    uneven["optimizer"]["param_groups"][1]["step"] = 8
-    fails(8, "step counts from 7 to 8", good, optimizer=uneven)
-
-
-def test_norms_that_differ_between_ranks(tmp_path: Path) -> None:
-    write_ranks(tmp_path, whole(60), arguments(), 2)
-    path = tmp_path / "iter_0000007" / "mp_rank_01" / "model_optim_rng.pt"
-    content = torch.load(path, weights_only=False)
-    content["model"]["decoder.final_layernorm.weight"] += 1
-    torch.save(content, path)
-    with pytest.raises(UsageError, match="decoder.final_layernorm.weight is the same on all tensor-parallel ranks"):
-        read_megatron(tmp_path, allow_pickle=True)
-
-
-def test_vocabulary_that_is_not_told(tmp_path: Path, capsys) -> None:
-    write_ranks(tmp_path / "m", whole(60), arguments(None, 60))
-    assert run(tmp_path / "m", tmp_path / "x") == 2
-    assert "add --vocab-size" in capsys.readouterr().err
-    assert run(tmp_path / "m", tmp_path / "x", "--vocab-size", "57") == 0
-    assert open_checkpoint(tmp_path / "x").entry("param/head.weight").shape == (57, 24)
-
-
-def test_a_checkpoint_without_arguments(golden: Path, tmp_path: Path, capsys) -> None:
-    """Of a program of one's own on Megatron-core: the model is told, as a configuration or as a config.json."""
-    layers = Path(shutil.copytree(golden / "dist_layers", tmp_path / "layers"))
-    torch.save({"iteration": 5}, layers / "iter_0000002" / "common.pt")
-    assert run(layers, tmp_path / "x") == 2
-    assert "--model FILE" in capsys.readouterr().err
-    assert run(golden / "dist", tmp_path / "first") == 0
-    assert run(layers, tmp_path / "second", "--model", str(tmp_path / "first" / "model.yaml")) == 0
-    assert run(golden / "dist", tmp_path / "hf", target="hf") == 0
-    assert run(layers, tmp_path / "third", "--model", str(tmp_path / "hf" / "config.json")) == 0
-    first = open_checkpoint(tmp_path / "first")
-    for other in ("second", "third"):
-        checkpoint = open_checkpoint(tmp_path / other)
-        assert all(torch.equal(checkpoint.read(name), first.read(name)) for name in checkpoint.names())
-        assert len(checkpoint.names()) == 27 and checkpoint.step == 5
-
-
-def test_folders_that_are_no_checkpoint(golden: Path, tmp_path: Path) -> None:
-    def fails(path: Path, said: str) -> None:
-        with pytest.raises(UsageError, match=said):
-            read_megatron(path, allow_pickle=True)
-
-    (tmp_path / "empty").mkdir()
-    fails(tmp_path / "empty", "is no Megatron checkpoint")
-    (tmp_path / "empty" / "latest_checkpointed_iteration.txt").write_text("12")
-    fails(tmp_path / "empty", "names iter_0000012, which is not there")
-    (tmp_path / "empty" / "latest_checkpointed_iteration.txt").write_text("../x")
-    fails(tmp_path / "empty", "neither a number nor 'release'")
-    dist = Path(shutil.copytree(golden / "dist" / "iter_0000002", tmp_path / "dist"))
-    (dist / "metadata.json").rename(dist / "m.json")
-    fails(dist, "the save was interrupted")
-    (dist / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
-    fails(dist, "torch_dist is the backend that is read")
-    (dist / "m.json").rename(dist / "metadata.json")
-    (dist / "__0_0.distcp").write_bytes((dist / "__0_0.distcp").read_bytes()[:-100])
-    fails(dist, "__0_0.distcp ends before byte|refused")
-
-
-@pytest.mark.parametrize("damage", range(0, 4000, 400))
-def test_damaged_pickles_give_an_error(golden: Path, tmp_path: Path, damage: int) -> None:
-    dist = Path(shutil.copytree(golden / "dist" / "iter_0000002", tmp_path / "dist"))
-    raw = bytearray((dist / ".metadata").read_bytes())
-    raw[damage : damage + 3] = b"\xff\x00."
-    (dist / ".metadata").write_bytes(raw)
-    try:
-        read_megatron(dist, allow_pickle=True)
-    except UsageError as error:
-        assert "dist" in str(error)
-
-
-def test_distributed_optimizer_buffers_are_named(golden: Path, tmp_path: Path, capsys) -> None:
-    legacy = Path(shutil.copytree(golden / "torch_tp2_pp2", tmp_path / "legacy"))
-    (legacy / "iter_0000002" / "mp_rank_00_000" / "distrib_optim.pt").write_bytes(b"")
-    assert run(legacy, tmp_path / "x") == 2
-    assert "--dist-ckpt-optim-fully-reshardable" in capsys.readouterr().err
-    assert run(legacy, tmp_path / "x", "--weights-only") == 0
-    assert "in Megatron's buffers" in capsys.readouterr().out
-
-
-def test_options_for_megatron_alone(golden: Path, tmp_path: Path, capsys) -> None:
-    command = ["--from", "native", "--to", "hf", str(golden), str(tmp_path / "x"), "--allow-pickle"]
-    assert main(command) == 2
-    assert "--allow-pickle is for --from megatron" in capsys.readouterr().err
