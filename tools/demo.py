@@ -206,18 +206,18 @@ def given_corpus(corpus: Path) -> float:
 
 def make_corpus(corpus: Path, megabytes: float) -> float:
     """Part 1. Returns the corpus's unigram entropy in nats per token."""
-    from tools.preprocess import preprocess_corpus, stdlib_python_files
+    from qeffect_lm.data.corpus import TokenizerTraining
+    from qeffect_lm.data.corpus import make_corpus as preprocess
+    from qeffect_lm.data.encoding import Settings
+    from tools.preprocess import stdlib_python_files, subset
 
     heading("1. corpus: the .py sources of this interpreter's standard library")
-    files = stdlib_python_files()
-    report = preprocess_corpus(
-        files,
+    settings = Settings(valid_fraction=0.02, bad="skip")  # a few of the library's tests are no UTF-8, on purpose
+    report = preprocess(
+        subset(stdlib_python_files(), int(megabytes * 1e6), settings.seed),
         corpus / "stdlib",
-        train_tokenizer=True,
-        vocab_size=VOCAB,
-        valid_fraction=0.02,
-        append_eos=True,
-        max_bytes=int(megabytes * 1e6),
+        settings,
+        tokenizer=TokenizerTraining(VOCAB),
         workers=os.cpu_count() or 1,
         progress=True,
     )

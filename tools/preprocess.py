@@ -1,90 +1,38 @@
-"""Turn text files into token files: train or load a tokenizer, split, encode, write `.bin`/`.idx`.
+"""Turn texts into token files: train or load a tokenizer, split, encode, write `.bin`/`.idx`; merge, split, inspect them.
 
     python -m tools.preprocess --input DIR --glob '*.py' --output data/corpus --train-tokenizer
+    python -m tools.preprocess --input a.jsonl b.jsonl.zst c.parquet --output data/web --tokenizer tokenizer.json --eos '</s>'
+    python -m tools.preprocess merge A B --output C
+    python -m tools.preprocess split A --output B --valid-fraction 0.01
+    python -m tools.preprocess inspect A [--verify] [--document N --tokenizer MODEL]
 
-One document per file. Writes OUTPUT.train.bin/.idx and OUTPUT.valid.bin/.idx and, with --train-tokenizer,
-OUTPUT.model and its settings OUTPUT.json. The same files and options give the same bytes, wherever the folder
-is and however many workers there are.
+A document is a line of JSON lines (.jsonl, .gz, .zst), a row of Parquet, or any other file as a whole. Writes OUTPUT.train.bin
+and .idx, with held-out parts OUTPUT.valid and OUTPUT.test, each with a manifest .json; with --train-tokenizer, OUTPUT.model and
+its settings OUTPUT.json. The same files and options give the same bytes, wherever the folder is and however many workers there
+are. Interrupted, the same command goes on with what is missing (OUTPUT.work).
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
-import shutil
 import sys
 import sysconfig
-import tempfile
-import time
-import traceback
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
 from tqdm import tqdm
 
-from qeffect_lm.data.files import fsync_directory, write_errors
-from qeffect_lm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path
-from qeffect_lm.data.stats import entropy, token_counts
-from qeffect_lm.data.tokenizer import Tokenizer, train_sentencepiece
+from qeffect_lm.data.corpus import TokenizerTraining, make_corpus, merge, split, write_manifest
+from qeffect_lm.data.encoding import Settings, open_tokenizer
+from qeffect_lm.data.files import sha256_of_files
+from qeffect_lm.data.indexed import IndexedDataset
+from qeffect_lm.data.inputs import FORMATS
 from qeffect_lm.errors import QEffectError, UsageError
-
-_BATCH_BYTES = 4_000_000
-_NAMED_SKIPS = 20
-
-
-@dataclass(frozen=True)
-class SplitReport:
-    """One written part: the prefix of its files, documents, tokens (ends of sequence included), nats per
-    token."""
-
-    prefix: Path
-    documents: int
-    tokens: int
-    unigram_entropy: float
-
-
-@dataclass(frozen=True)
-class CorpusReport:
-    """What :func:`preprocess_corpus` made.
-
-    ``files`` and ``bytes`` count the text that was used; ``skipped`` holds (file, reason).
-    ``unigram_entropy`` is that of both parts together, in nats per token.
-    """
-
-    files: int
-    bytes: int
-    skipped: tuple[tuple[Path, str], ...]
-    tokenizer: Path
-    vocab_size: int
-    train: SplitReport
-    valid: SplitReport | None
-    unigram_entropy: float
-    seconds: float
-
-    def summary(self) -> str:
-        """A few lines for a person."""
-        lines = [
-            f"read      {self.files} files, {self.bytes / 1e6:.1f} MB, in {self.seconds:.1f} s",
-            f"tokenizer {self.tokenizer} ({self.vocab_size} ids)",
-        ]
-        for name, part in (("train", self.train), ("valid", self.valid)):
-            if part is not None:
-                lines.append(
-                    f"{name:9} {part.prefix}.bin/.idx: {part.documents} documents, {part.tokens} tokens, "
-                    f"unigram entropy {part.unigram_entropy:.3f} nats/token"
-                )
-        if self.skipped:
-            lines.append(f"skipped   {len(self.skipped)} files:")
-            lines += [f"  {_printable(path)}: {reason}" for path, reason in self.skipped[:_NAMED_SKIPS]]
-            if len(self.skipped) > _NAMED_SKIPS:
-                lines.append(f"  and {len(self.skipped) - _NAMED_SKIPS} more")
-        return "\n".join(lines)
+from qeffect_lm.units import format_bytes
+from tools.common import add_traceback, run_tool
 
 
 def stdlib_python_files() -> list[Path]:
@@ -131,151 +79,10 @@ def find_files(inputs: Iterable[Path], glob: str) -> list[Path]:
     return list(found)
 
 
-def preprocess_corpus(
-    files: Sequence[Path],
-    out_prefix: Path | str,
-    *,
-    tokenizer: Path | str | None = None,
-    train_tokenizer: bool = False,
-    vocab_size: int = 4096,
-    model_type: Literal["bpe", "unigram"] = "bpe",
-    valid_fraction: float = 0.02,
-    append_eos: bool = True,
-    seed: int = 1234,
-    workers: int = 2,
-    max_bytes: int | None = None,
-    progress: bool = False,
-) -> CorpusReport:
-    """Writes the token files of ``files`` (UTF-8, one document each, in this order) and reports what it did.
-
-    Either ``tokenizer`` is a model to use, or ``train_tokenizer`` makes ``out_prefix.model`` of
-    ``vocab_size`` and ``model_type`` from the training part. A document goes to the validation part when a
-    hash of (seed, file name, content) falls below ``valid_fraction``, so equal files are never on both sides;
-    0 writes no validation part. ``append_eos`` ends each document with the tokenizer's end-of-sequence token.
-    ``workers`` threads encode. ``max_bytes`` takes a subset of at most that many bytes, chosen by the seed.
-    ``progress`` shows bars on stderr. Files that cannot be read or decoded are skipped and reported. An
-    earlier corpus of this prefix is replaced, after the new one is complete.
-
-    Raises UsageError for bad arguments, no usable text, an empty part, or a tokenizer that cannot be used;
-    QEffectError when the output cannot be written.
-    """
-    started = time.monotonic()
-    if (tokenizer is None) == (not train_tokenizer):
-        raise UsageError("give a tokenizer or train one: exactly one of --tokenizer and --train-tokenizer")
-    _check_arguments(files, valid_fraction, workers, max_bytes)
-    if max_bytes is not None:
-        files = _subset(files, max_bytes, seed)
-    corpus = _Corpus(files, valid_fraction, seed, progress)
-    target = Path(out_prefix)
-    with _staging(target) as stage:
-        if tokenizer is None:
-            texts = (document.text for document in corpus.read("tokenizer") if not document.valid)
-            model = Tokenizer(train_sentencepiece(texts, stage, vocab_size=vocab_size, model_type=model_type))
-        else:
-            model = Tokenizer(tokenizer)
-        if append_eos and model.eos_id < 0:
-            raise UsageError(
-                f"tokenizer {model.path} has no end of sequence: use --no-append-eos or another one"
-            )
-        read_bytes = _write(corpus, model, stage, append_eos, workers)
-        _publish(stage, target)
-    parts = [_part(Path(f"{target}.{name}"), model.vocab_size) for name in corpus.parts]
-    return CorpusReport(
-        files=sum(report.documents for report, _ in parts),
-        bytes=read_bytes,
-        skipped=tuple(corpus.skipped.items()),
-        tokenizer=Path(tokenizer) if tokenizer is not None else Path(f"{target}.model"),
-        vocab_size=model.vocab_size,
-        train=parts[0][0],
-        valid=parts[1][0] if len(parts) > 1 else None,
-        unigram_entropy=entropy(np.sum([counts for _, counts in parts], axis=0)),
-        seconds=time.monotonic() - started,
-    )
-
-
-@dataclass(frozen=True)
-class _Document:
-    text: str
-    bytes: int
-    valid: bool
-
-
-@dataclass
-class _Corpus:
-    """The documents of ``files``, readable more than once; ``skipped`` collects what could not be used."""
-
-    files: Sequence[Path]
-    valid_fraction: float
-    seed: int
-    progress: bool
-    skipped: dict[Path, str] = field(default_factory=dict)
-
-    @property
-    def parts(self) -> list[str]:
-        return ["train", "valid"] if self.valid_fraction else ["train"]
-
-    def read(self, label: str) -> Iterator[_Document]:
-        for path in tqdm(self.files, desc=label, unit="file", disable=not self.progress, file=sys.stderr):
-            try:
-                content = path.read_bytes()
-                text = content.decode()
-            except OSError as error:
-                self.skipped[path] = error.strerror or str(error)
-            except UnicodeDecodeError as error:
-                self.skipped[path] = f"not UTF-8 (byte {error.start})"
-            else:
-                yield _Document(text, len(content), self._is_valid(path.name, content))
-
-    def _is_valid(self, name: str, content: bytes) -> bool:
-        # Of the path only the last part counts: a corpus keeps its split where it is moved, and copies of a
-        # file (empty __init__.py, vendored modules) stay on one side.
-        digest = hashlib.sha256(f"{self.seed}\0{name}\0".encode(errors="surrogateescape") + content).digest()
-        return int.from_bytes(digest[:8], "big") < self.valid_fraction * 2**64
-
-
-def _check_arguments(
-    files: Sequence[Path], valid_fraction: float, workers: int, max_bytes: int | None
-) -> None:
-    if not files:
-        raise UsageError("the corpus has no files")
-    if not 0 <= valid_fraction < 1:
-        raise UsageError(f"valid fraction {valid_fraction} is not in [0, 1)")
-    if workers < 1:
-        raise UsageError(f"workers must be at least 1, not {workers}")
-    if max_bytes is not None and max_bytes < 1:
+def subset(files: Sequence[Path], max_bytes: int, seed: int) -> list[Path]:
+    """Files of at most ``max_bytes`` together, taken in a seeded order and returned in the order of ``files``."""
+    if max_bytes < 1:
         raise UsageError(f"max bytes must be at least 1, not {max_bytes}")
-
-
-@contextmanager
-def _staging(target: Path) -> Iterator[Path]:
-    """A prefix in a hidden folder beside ``target``, gone afterwards with all that was not published from
-    it."""
-    with write_errors(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        yield Path(folder) / target.name
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _publish(stage: Path, target: Path) -> None:
-    """Replaces the corpus at ``target``: its old token files go first and the new indices come last.
-
-    So a crash in between leaves a corpus without an index, which a reader refuses, and never parts of two.
-    """
-    with write_errors(target):
-        for name in ("train", "valid"):
-            idx_path(f"{target}.{name}").unlink(missing_ok=True)
-            bin_path(f"{target}.{name}").unlink(missing_ok=True)
-        for path in sorted(stage.parent.iterdir(), key=lambda path: path.suffix == ".idx"):
-            os.replace(path, target.parent / path.name)
-        fsync_directory(target.parent)
-
-
-def _subset(files: Sequence[Path], max_bytes: int, seed: int) -> list[Path]:
-    """Files of at most ``max_bytes`` together, taken in a seeded order and returned in the order of
-    ``files``."""
     order = sorted(range(len(files)), key=lambda i: hashlib.sha256(f"{seed}/{i}".encode()).digest())
     taken: list[int] = []
     total = 0
@@ -292,119 +99,175 @@ def _subset(files: Sequence[Path], max_bytes: int, seed: int) -> list[Path]:
     return [files[i] for i in sorted(taken)]
 
 
-def _batches(documents: Iterable[_Document]) -> Iterator[list[_Document]]:
-    batch: list[_Document] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += document.bytes
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+# ---- the commands ---------------------------------------------------------------------------------------------------
 
 
-def _write(corpus: _Corpus, model: Tokenizer, stage: Path, append_eos: bool, workers: int) -> int:
-    """Writes the parts at ``stage``; returns the bytes of text that went into them."""
-    end = [model.eos_id] if append_eos else []
-    read_bytes = 0
-    with ExitStack() as stack:
-        writers = [
-            stack.enter_context(IndexedWriter(f"{stage}.{name}", vocab_size=model.vocab_size))
-            for name in corpus.parts
-        ]
-        tokens = [0] * len(writers)
-        for batch in _batches(corpus.read("encode")):
-            encoded = model.encode_batch([document.text for document in batch], workers)
-            for document, ids in zip(batch, encoded, strict=True):
-                writers[document.valid].add_document(ids + end)
-                tokens[document.valid] += len(ids)
-                read_bytes += document.bytes
-        for name, count in zip(corpus.parts, tokens, strict=True):
-            if not count:
-                raise UsageError(
-                    f"the {name} part has no text: {sum(w.num_documents for w in writers)} documents were "
-                    f"read, {len(corpus.skipped)} files skipped, valid fraction {corpus.valid_fraction}; "
-                    "give more files or another fraction (0 writes no validation part)"
-                )
-    return read_bytes
-
-
-def _part(prefix: Path, vocab_size: int) -> tuple[SplitReport, npt.NDArray[np.int64]]:
-    """The report of a written part, and its token counts."""
-    dataset = IndexedDataset(prefix)
-    counts = token_counts(dataset, vocab_size)
-    return SplitReport(prefix, dataset.num_documents, dataset.num_tokens, entropy(counts)), counts
-
-
-def _printable(path: Path) -> str:
-    """``path`` with what is no Unicode spelled out, so that printing it cannot fail."""
-    return str(path).encode("utf-8", "backslashreplace").decode()
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns its exit code."""
-    arguments = _parser().parse_args(argv)
-    try:
-        report = preprocess_corpus(
-            find_files(arguments.input, arguments.glob),
-            arguments.output,
-            tokenizer=arguments.tokenizer,
-            train_tokenizer=arguments.train_tokenizer,
-            vocab_size=arguments.vocab_size,
-            model_type=arguments.model_type,
-            valid_fraction=arguments.valid_fraction,
+def _make(arguments: argparse.Namespace) -> int:
+    files = find_files(arguments.input, arguments.glob)
+    if arguments.max_bytes is not None:
+        files = subset(files, arguments.max_bytes, arguments.seed)
+    training = TokenizerTraining(arguments.vocab_size, arguments.model_type)
+    report = make_corpus(
+        files,
+        arguments.output,
+        Settings(
+            key=arguments.key,
+            format=arguments.format,
             append_eos=arguments.append_eos,
+            valid_fraction=arguments.valid_fraction,
+            test_fraction=arguments.test_fraction,
             seed=arguments.seed,
-            workers=arguments.workers,
-            max_bytes=arguments.max_bytes,
-            progress=True,
-        )
-    except QEffectError as error:
-        if arguments.traceback:
-            traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+            bad=arguments.bad,
+        ),
+        tokenizer=training if arguments.train_tokenizer else arguments.tokenizer,
+        end=arguments.eos,
+        workers=arguments.workers,
+        anew=arguments.anew,
+        progress=True,
+    )
     print(report.summary())
     return 0
 
 
+def _merge(arguments: argparse.Namespace) -> int:
+    merge(arguments.prefix, arguments.output)
+    made = IndexedDataset(arguments.output)
+    write_manifest(made, None, {"merged": [IndexedDataset(prefix, empty=True).content_hash() for prefix in arguments.prefix]})
+    print(f"{arguments.output}.bin/.idx: {made.num_documents} documents, {made.num_tokens} tokens")
+    return 0
+
+
+def _split(arguments: argparse.Namespace) -> int:
+    settings = Settings(
+        valid_fraction=arguments.valid_fraction, test_fraction=arguments.test_fraction, seed=arguments.seed
+    )
+    total = IndexedDataset(arguments.prefix).num_documents
+    with tqdm(desc="split", total=total, unit="doc", file=sys.stderr) as bar:
+        reports = split(arguments.prefix, arguments.output, settings, bar.update)
+    for name, part in reports.items():
+        print(f"{name:9} {part.prefix}.bin/.idx: {part.documents} documents, {part.tokens} tokens")
+    return 0
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    dataset = IndexedDataset(arguments.prefix)
+    lengths = dataset.document_starts()
+    lengths = lengths[1:] - lengths[:-1]
+    print(f"{dataset.prefix}: {dataset.num_documents} documents of {lengths.min()} to {lengths.max()} tokens")
+    size = sum(path.stat().st_size for path in dataset.files)
+    print(f"{dataset.num_tokens} tokens, {dataset.dtype.name}, {dataset.num_sequences} sequences, {format_bytes(size)}")
+    path = Path(f"{arguments.prefix}.json")
+    manifest = json.loads(path.read_bytes()) if path.exists() else {}
+    if manifest.get("tokenizer"):
+        print(f"tokenizer {manifest['tokenizer']['sha256']} ({manifest['tokenizer']['vocab_size']} ids)")
+    if arguments.document is not None:
+        if not 0 <= arguments.document < dataset.num_documents:
+            raise UsageError(f"document {arguments.document} is not one of the {dataset.num_documents}")
+        tokens = dataset.document(arguments.document).tolist()
+        print(tokens if arguments.tokenizer is None else _text(arguments.tokenizer, tokens))
+    if arguments.verify:
+        found = {"idx": sha256_of_files(dataset.files[:1]), "bin": sha256_of_files(dataset.files[1:])}
+        if "sha256" not in manifest:
+            print(f"SHA-256 {found}; no manifest to compare with")
+            return 0
+        for file, ending in zip(dataset.files, ("idx", "bin"), strict=True):
+            if manifest["sha256"].get(ending) != found[ending]:
+                raise QEffectError(f"{file} is not what {path} describes: it was changed or damaged; copy it again")
+        print("both files are those of the manifest")
+    return 0
+
+
+def _text(tokenizer: Path, tokens: list[int]) -> str:
+    model: object = open_tokenizer(tokenizer)
+    return str(model.decode(tokens))  # type: ignore[attr-defined]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns its exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    command = given.pop(0) if given and given[0] in COMMANDS else "make"
+    arguments = COMMANDS[command][0]().parse_args(given)
+    return run_tool(lambda: COMMANDS[command][1](arguments), arguments.traceback)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.preprocess", description=(__doc__ or "").split("\n\n")[0]
+        prog="python -m tools.preprocess", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add(
-        "--input",
-        nargs="+",
-        type=Path,
-        required=True,
-        metavar="PATH",
-        help="text files, or folders to search",
-    )
+    add("--input", nargs="+", type=Path, required=True, metavar="PATH", help="files, or folders to search")
     add("--glob", default="*.txt", help="which files of a folder to take (default: %(default)s)")
     add("--output", type=Path, required=True, metavar="PREFIX", help="prefix of the files to write")
+    add("--format", choices=FORMATS, default="auto", help="of the input (default: by each name's ending)")
+    add("--key", default="text", help="field or column of the text (default: %(default)s)")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--tokenizer", type=Path, metavar="MODEL", help="sentencepiece model to use")
+    help = "sentencepiece's .model or Hugging Face's tokenizer.json"
+    source.add_argument("--tokenizer", type=Path, metavar="FILE", help=help)
     help = "make PREFIX.model from the training part"
     source.add_argument("--train-tokenizer", action="store_true", help=help)
     help = "ids of a trained tokenizer (default: %(default)s)"
     add("--vocab-size", type=int, default=4096, metavar="N", help=help)
     help = "kind of a trained tokenizer (default: %(default)s)"
     add("--model-type", choices=["bpe", "unigram"], default="bpe", help=help)
-    help = "share of the documents held out, 0 to 1 (default: %(default)s)"
-    add("--valid-fraction", type=float, default=0.02, metavar="F", help=help)
+    _add_fractions(parser, 0.02)
     help = "end each document with the end-of-sequence token (default: yes)"
     add("--append-eos", action=argparse.BooleanOptionalAction, default=True, help=help)
+    add("--eos", metavar="PIECE", help="the piece that ends a document (default: the tokenizer's; a tokenizer.json names none)")
+    help = "lines, rows and files that hold no document: stop at the first, or leave them out and report (default: %(default)s)"
+    add("--bad", choices=["refuse", "skip"], default="refuse", help=help)
     help = "take a subset of the files of at most N bytes (default: all)"
     add("--max-bytes", type=int, metavar="N", help=help)
-    help = "chooses the held-out documents and the subset (default: %(default)s)"
-    add("--seed", type=int, default=1234, help=help)
-    help = "encoding threads (default: one per core, %(default)s)"
+    help = "encoding processes (default: one per core, %(default)s)"
     add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help=help)
-    add("--traceback", action="store_true", help="show where an error came from")
+    add("--anew", action="store_true", help="throw away what an interrupted run left in PREFIX.work")
+    add_traceback(parser)
     return parser
+
+
+def _add_fractions(parser: argparse.ArgumentParser, valid: float) -> None:
+    add = parser.add_argument
+    help = "share of the documents held out for validation, 0 to 1 (default: %(default)s)"
+    add("--valid-fraction", type=float, default=valid, metavar="F", help=help)
+    help = "share of the documents held out for tests (default: %(default)s)"
+    add("--test-fraction", type=float, default=0.0, metavar="F", help=help)
+    add("--seed", type=int, default=1234, help="chooses the held-out documents and the subset (default: %(default)s)")
+
+
+def _merge_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tools.preprocess merge", description="One pair of several, in order.")
+    parser.add_argument("prefix", nargs="+", type=Path, help="prefixes of the pairs")
+    parser.add_argument("--output", type=Path, required=True, metavar="PREFIX")
+    add_traceback(parser)
+    return parser
+
+
+def _split_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.preprocess split", description="Hold documents out, by a hash of the seed and their tokens."
+    )
+    parser.add_argument("prefix", type=Path, help="prefix of the pair")
+    parser.add_argument("--output", type=Path, required=True, metavar="PREFIX")
+    _add_fractions(parser, 0.02)
+    add_traceback(parser)
+    return parser
+
+
+def _inspect_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tools.preprocess inspect", description="What is in a pair.")
+    parser.add_argument("prefix", type=Path, help="prefix of the pair")
+    parser.add_argument("--verify", action="store_true", help="read both files and compare them with the manifest")
+    parser.add_argument("--document", type=int, metavar="N", help="show document N, counted from 0")
+    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="show it as text")
+    add_traceback(parser)
+    return parser
+
+
+COMMANDS = {
+    "make": (_parser, _make),
+    "merge": (_merge_parser, _merge),
+    "split": (_split_parser, _split),
+    "inspect": (_inspect_parser, _inspect),
+}
 
 
 if __name__ == "__main__":

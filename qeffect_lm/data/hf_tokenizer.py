@@ -13,6 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from qeffect_lm.data.tokenizer import SPACE_SYMBOL, PieceDecoder, check_unicode
 from qeffect_lm.errors import UsageError
 
@@ -50,11 +53,24 @@ class HuggingFaceTokenizer:
         """Token ids of ``text``; no begin or end of sequence is added. Raises UsageError for a lone surrogate."""
         return self.encode_batch([text])[0]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """``[encode(t) for t in texts]``."""
+    def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
+        """``[encode(t) for t in texts]``; with more than one of ``threads`` on as many as the package takes."""
         for text in texts:
-            check_unicode(text)
-        return [made.ids for made in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+            if not text.isascii():
+                check_unicode(text)
+        if threads > 1:
+            return [made.ids for made in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+        encode = self._tokenizer.encode
+        return [encode(text, add_special_tokens=False).ids for text in texts]
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
+        """:meth:`encode_batch` as int32 arrays."""
+        return [np.array(ids, dtype=np.int32) for ids in self.encode_batch(texts)]
+
+    def token_id(self, piece: str) -> int | None:
+        """The id of a piece, special tokens included; None where there is none of that name."""
+        found: int | None = self._tokenizer.token_to_id(piece)
+        return found
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``; special tokens come out as nothing. Raises UsageError for an id outside the vocabulary."""

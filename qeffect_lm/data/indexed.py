@@ -24,6 +24,7 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,7 @@ _CODES: dict[int, np.dtype] = {
     8: np.dtype("<u2"),
 }
 _MAX_SEQUENCE = 2**31 - 1
+_BLOCK = 1 << 22  # tokens, or entries of the index, at a time
 
 
 def bin_path(prefix: Path | str) -> Path:
@@ -106,9 +108,24 @@ class IndexedWriter:
     def extend(self, dataset: IndexedDataset) -> None:
         """Appends all documents of ``dataset``, with their sequences and boundaries."""
         first = len(self._sizes)
-        for i in range(dataset.num_sequences):
-            self._append(dataset[i])
-        self._documents.extend(first + int(end) for end in dataset.document_index[1:])
+        for start in range(0, dataset.num_tokens, _BLOCK):
+            self._write(dataset.tokens[start : start + _BLOCK])
+        self._sizes.frombytes(dataset.sizes.astype(np.int32).tobytes())
+        self._documents.frombytes((dataset.document_index[1:] + first).astype(np.int64).tobytes())
+
+    def add_documents(self, documents: Sequence[np.ndarray], end: np.ndarray | None = None) -> None:
+        """:meth:`add_document` of each of integers ``[n]``, followed by ``end``; one check and one write for all."""
+        more = [] if end is None or not len(end) else [end]
+        pieces = [piece for document in documents for piece in (document, *more)]
+        if pieces:
+            self._write(np.concatenate(pieces))
+        for document in documents:
+            size = len(document) + sum(map(len, more))
+            if size > _MAX_SEQUENCE:
+                raise _too_long(size)
+            if size:
+                self._sizes.append(size)
+            self._documents.append(len(self._sizes))
 
     def close(self) -> None:
         """Commits both files; raises QEffectError when they cannot be written (then nothing is left
@@ -152,10 +169,12 @@ class IndexedWriter:
                 f"tokens must be a list of integers, not {values.ndim}-dimensional {values.dtype}"
             )
         if len(values) > _MAX_SEQUENCE:
-            raise UsageError(
-                f"a sequence of {len(values)} tokens is too long for the format: split the document "
-                f"(at most {_MAX_SEQUENCE})"
-            )
+            raise _too_long(len(values))
+        self._write(values)
+        self._sizes.append(len(values))
+
+    def _write(self, values: np.ndarray) -> None:
+        """Tokens at the end of the file, checked."""
         if len(values):
             for extreme in (int(values.min()), int(values.max())):
                 if not 0 <= extreme < self.vocab_size:
@@ -166,7 +185,6 @@ class IndexedWriter:
                     )
         with write_errors(self._temporary):
             self._file.write(values.astype(self.dtype, copy=False).tobytes())
-        self._sizes.append(len(values))
 
     def _index_bytes(self) -> bytes:
         sizes = np.array(self._sizes, dtype="<i4")
@@ -179,16 +197,18 @@ class IndexedWriter:
 class IndexedDataset:
     """A memory-mapped token set, read from ``PREFIX.bin`` and ``PREFIX.idx``.
 
-    Attributes: ``tokens`` [num_tokens], the whole stream, mapped and read-only, of the file's dtype;
-    ``sizes`` int32 and ``offsets`` int64 (bytes) per sequence; ``document_index`` int64 [num_documents + 1],
-    in sequences. ``dataset[i]`` is sequence i and ``document(i)`` the tokens of document i, both views of
-    ``tokens``.
+    Attributes: ``tokens`` [num_tokens], the whole stream, read-only, of the file's dtype; ``sizes`` int32 and ``offsets`` int64
+    (bytes) per sequence; ``document_index`` int64 [num_documents + 1], in sequences; all of them mapped. ``dataset[i]`` is
+    sequence i and ``document(i)`` the tokens of document i, both views of ``tokens``. Pickled, it is opened again.
 
-    Raises UsageError, naming the file, where one is missing, is of another format or version, contradicts
-    itself, or is shorter or longer than the index says, and where there are no tokens.
+    Args:
+        empty: take a set without tokens too.
+
+    Raises UsageError, naming the file, where one is missing, is of another format or version, contradicts itself, or is shorter
+    or longer than the index says, and where there are no tokens.
     """
 
-    def __init__(self, prefix: Path | str) -> None:
+    def __init__(self, prefix: Path | str, *, empty: bool = False) -> None:
         self.prefix = Path(prefix)
         self._bin, self._idx = bin_path(prefix), idx_path(prefix)
         missing = [str(path) for path in (self._idx, self._bin) if not path.is_file()]
@@ -206,17 +226,18 @@ class IndexedDataset:
                     f"has {length} bytes where its index lists {self.num_tokens} tokens of "
                     f"{self.dtype.itemsize} bytes, {expected} bytes",
                 )
-            if not self.num_tokens:
+            if not self.num_tokens and not empty:
                 raise UsageError(
                     f"dataset {prefix} is empty: {self._idx} lists no tokens; check the input of the "
                     "preprocessing"
                 )
-            self.tokens: np.ndarray = np.memmap(
-                self._bin, dtype=self.dtype, mode="r", shape=(self.num_tokens,)
-            )
+            self.tokens: np.ndarray = _mapped(self._bin, self.dtype, self.num_tokens)
         except OSError as error:
             raise UsageError(f"dataset {prefix} cannot be read: {error}") from error
         self._hash: str | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.prefix,)
 
     @property
     def num_sequences(self) -> int:
@@ -227,6 +248,11 @@ class IndexedDataset:
     def num_documents(self) -> int:
         """Number of documents, empty ones included."""
         return len(self.document_index) - 1
+
+    @property
+    def files(self) -> tuple[Path, Path]:
+        """The index file and the token file."""
+        return self._idx, self._bin
 
     def __len__(self) -> int:
         return self.num_sequences
@@ -244,6 +270,16 @@ class IndexedDataset:
         start = int(self.offsets[first]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.sizes[first:last].sum(dtype=np.int64))]
 
+    def document_starts(self) -> npt.NDArray[np.int64]:
+        """Where each document begins in ``tokens``, and where the last one ends: int64 ``[num_documents + 1]``."""
+        starts = np.array(self.document_index)
+        for block in range(0, len(starts), _BLOCK):
+            part = starts[block : block + _BLOCK]
+            ends = part == self.num_sequences
+            part[~ends] = self.offsets[part[~ends]] // self.dtype.itemsize
+            part[ends] = self.num_tokens
+        return starts
+
     def content_hash(self) -> str:
         """SHA-256 (hex) of the index file followed by the token file; read once per object."""
         if self._hash is None:
@@ -254,45 +290,52 @@ class IndexedDataset:
         length = self._idx.stat().st_size
         with open(self._idx, "rb") as file:
             header = file.read(_HEADER.size)
-            if len(header) < _HEADER.size:
-                raise self._bad(self._idx, f"has {len(header)} bytes, fewer than the header's {_HEADER.size}")
-            magic, version, code, sequences, documents = _HEADER.unpack(header)
-            if magic != MAGIC:
-                raise self._bad(self._idx, "does not begin with MMIDIDX: it is no index of this format")
-            if version != VERSION:
-                raise self._bad(
-                    self._idx, f"has format version {version}; this program reads version {VERSION}"
-                )
-            if code not in _CODES:
-                raise self._bad(
-                    self._idx, f"has dtype code {code}, which is none of the integer types {sorted(_CODES)}"
-                )
-            expected = _HEADER.size + 12 * sequences + 8 * documents
-            if length != expected:
-                raise self._bad(
-                    self._idx,
-                    f"has {length} bytes where its counts ({sequences} sequences, {documents} "
-                    f"document indices) make {expected}",
-                )
-            self.dtype = _CODES[code]
-            self.sizes = np.fromfile(file, dtype="<i4", count=sequences)
-            self.offsets = np.fromfile(file, dtype="<i8", count=sequences)
-            self.document_index = np.fromfile(file, dtype="<i8", count=documents)
-        self.num_tokens = int(self.sizes.sum(dtype=np.int64))
+        if len(header) < _HEADER.size:
+            raise self._bad(self._idx, f"has {len(header)} bytes, fewer than the header's {_HEADER.size}")
+        magic, version, code, sequences, documents = _HEADER.unpack(header)
+        if magic != MAGIC:
+            raise self._bad(self._idx, "does not begin with MMIDIDX: it is no index of this format")
+        if version != VERSION:
+            raise self._bad(
+                self._idx, f"has format version {version}; this program reads version {VERSION}"
+            )
+        if code not in _CODES:
+            raise self._bad(
+                self._idx, f"has dtype code {code}, which is none of the integer types {sorted(_CODES)}"
+            )
+        expected = _HEADER.size + 12 * sequences + 8 * documents
+        if length != expected:
+            raise self._bad(
+                self._idx,
+                f"has {length} bytes where its counts ({sequences} sequences, {documents} "
+                f"document indices) make {expected}",
+            )
+        self.dtype = _CODES[code]
+        at = _HEADER.size
+        self.sizes = _mapped(self._idx, np.dtype("<i4"), sequences, at)
+        self.offsets = _mapped(self._idx, np.dtype("<i8"), sequences, at + 4 * sequences)
+        self.document_index = _mapped(self._idx, np.dtype("<i8"), documents, at + 12 * sequences)
         self._check_index()
 
     def _check_index(self) -> None:
-        if self.num_sequences and self.sizes.min() < 0:
-            raise self._bad(self._idx, f"sequence {int(self.sizes.argmin())} has a negative size")
-        wrong = np.flatnonzero(self.offsets != sequence_offsets(self.sizes, self.dtype.itemsize))
-        if len(wrong):
+        """Counts the tokens; block by block, so that the memory it takes does not grow with the index."""
+        self.num_tokens = 0
+        for start in range(0, self.num_sequences, _BLOCK):
+            sizes, offsets = self.sizes[start : start + _BLOCK], self.offsets[start : start + _BLOCK]
+            if sizes.min() < 0:
+                raise self._bad(self._idx, f"sequence {start + int(sizes.argmin())} has a negative size")
+            due = sequence_offsets(sizes, self.dtype.itemsize) + self.num_tokens * self.dtype.itemsize
+            wrong = np.flatnonzero(offsets != due)
+            if len(wrong):
+                raise self._bad(
+                    self._idx, f"the offset of sequence {start + int(wrong[0])} is not where the one before it ends"
+                )
+            self.num_tokens += int(sizes.sum(dtype=np.int64))
+        index, n = self.document_index, self.num_sequences
+        falls = any((np.diff(index[start : start + _BLOCK + 1]) < 0).any() for start in range(0, len(index), _BLOCK))
+        if not len(index) or index[0] != 0 or index[-1] != n or falls:
             raise self._bad(
-                self._idx, f"the offset of sequence {int(wrong[0])} is not where the one before it ends"
-            )
-        index = self.document_index
-        if not len(index) or index[0] != 0 or index[-1] != self.num_sequences or (np.diff(index) < 0).any():
-            raise self._bad(
-                self._idx, f"the document indices do not rise from 0 to its {self.num_sequences} sequences"
+                self._idx, f"the document indices do not rise from 0 to its {n} sequences"
             )
 
     @staticmethod
@@ -300,3 +343,16 @@ class IndexedDataset:
         return UsageError(
             f"{path}: {problem}; the file is damaged or incomplete: copy it again or repeat the preprocessing"
         )
+
+
+def _too_long(size: int) -> UsageError:
+    return UsageError(
+        f"a sequence of {size} tokens is too long for the format: split the document (at most {_MAX_SEQUENCE})"
+    )
+
+
+def _mapped(path: Path, dtype: np.dtype, count: int, offset: int = 0) -> np.ndarray:
+    """``count`` numbers of a file, read-only; nothing of it is read yet."""
+    if not count:  # nothing to map
+        return np.zeros(0, dtype)
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)))

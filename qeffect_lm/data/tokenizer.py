@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import sentencepiece
 
 from qeffect_lm.data.files import write_atomic
@@ -130,19 +132,34 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
         """``[encode(t) for t in texts]`` on ``threads`` threads; the result does not depend on their
         number."""
+        plain, split = self._without_space_symbols(texts)
+        result: list[list[int]] = self._processor.encode(plain, num_threads=threads)
+        for i in split:
+            result[i] = self._encode_around_space_symbols(texts[i])
+        return result
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
+        """:meth:`encode_batch` as int32 arrays, on one thread; without Python's integers where the package can."""
+        plain, split = self._without_space_symbols(texts)
+        try:
+            found = self._processor.encode(plain, num_threads=1, return_type="numpy")
+        except (TypeError, ValueError):  # a version that has only lists
+            found = self._processor.encode(plain, num_threads=1)
+        result = [np.asarray(ids, dtype=np.int32) for ids in found]
+        for i in split:
+            result[i] = np.array(self._encode_around_space_symbols(texts[i]), dtype=np.int32)
+        return result
+
+    def _without_space_symbols(self, texts: Sequence[str]) -> tuple[list[str], list[int]]:
+        """The texts, those with a space symbol emptied, and which these are."""
         for text in texts:
             if not text.isascii():
                 check_unicode(text)
         split = [i for i, text in enumerate(texts) if self._space_symbol_ids and SPACE_SYMBOL in text]
-        plain: Sequence[str] = texts
-        if split:
-            plain = list(texts)
-            for i in split:
-                plain[i] = ""
-        result: list[list[int]] = self._processor.encode(list(plain), num_threads=threads)
+        plain = list(texts)
         for i in split:
-            result[i] = self._encode_around_space_symbols(texts[i])
-        return result
+            plain[i] = ""
+        return plain, split
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``. Byte pieces that are no UTF-8 come out as U+FFFD; begin and end ids as
@@ -182,6 +199,11 @@ class Tokenizer:
     def decoder(self) -> PieceDecoder:
         """Text of one continuation, token by token."""
         return PieceDecoder(self.piece_bytes)
+
+    def token_id(self, piece: str) -> int | None:
+        """The id of a piece, control pieces included; None where there is none of that name."""
+        found: int = self._processor.piece_to_id(piece)
+        return None if self._processor.is_unknown(found) else found
 
     def _check_id(self, token: int) -> None:
         if not 0 <= token < self.vocab_size:

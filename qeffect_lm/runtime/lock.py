@@ -13,7 +13,7 @@ from qeffect_lm.errors import UsageError
 
 
 @contextmanager
-def holding(folder: Path) -> Iterator[None]:
+def holding(folder: Path, remedy: str = "wait for it, stop it, or choose another run.dir") -> Iterator[None]:
     """Hold ``folder``'s lock (the file ``.lock``, an advisory flock, gone with the process however it ends).
 
     A file system without locks gives none. Hold it on one rank.
@@ -30,7 +30,7 @@ def holding(folder: Path) -> Iterator[None]:
             file.seek(0)
             holder = file.read().strip() or "an unknown process"
             raise UsageError(
-                f"{folder} is in use by another run ({holder}): wait for it, stop it, or choose another run.dir"
+                f"{folder} is in use by another run ({holder}): {remedy}"
             ) from None
         except OSError:
             pass  # no locks on this file system

@@ -11,15 +11,19 @@ import shutil
 import sysconfig
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
 
+from qeffect_lm.data.corpus import CorpusReport, TokenizerTraining, make_corpus
+from qeffect_lm.data.encoding import Settings
 from qeffect_lm.data.indexed import IndexedDataset
+from qeffect_lm.data.inputs import Bad
 from qeffect_lm.data.stats import entropy, token_counts
 from qeffect_lm.data.tokenizer import Tokenizer
 from qeffect_lm.errors import UsageError
-from tools.preprocess import CorpusReport, find_files, main, preprocess_corpus, stdlib_python_files
+from tools.preprocess import find_files, main, stdlib_python_files, subset
 
 LINES = inspect.getsource(argparse).splitlines(keepends=True)
 NAMES = [f"{'pkg' if i % 2 else 'lib/sub'}/m{i:02}.py" for i in range(40)]
@@ -38,15 +42,18 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def preprocess(corpus: Path, out: Path, **changes: object) -> CorpusReport:
-    values = {"train_tokenizer": True, "vocab_size": VOCAB, "valid_fraction": 0.2, **changes}
-    return preprocess_corpus(find_files([corpus], "*.py"), out, **values)  # type: ignore[arg-type]
+def preprocess(
+    corpus: Path, out: Path, *, tokenizer: object = None, workers: int = 1, vocab_size: int = VOCAB, **changes: Any
+) -> CorpusReport:
+    settings = Settings(**{"valid_fraction": 0.2, "bad": "skip", **changes})
+    chosen: Any = tokenizer or TokenizerTraining(vocab_size)
+    return make_corpus(find_files([corpus], "*.py"), out, settings, tokenizer=chosen, workers=workers)
 
 
 def texts_of(report: CorpusReport, part: str) -> list[str]:
     """The documents of a part as text, each checked to end with the end-of-sequence token."""
     model = Tokenizer(report.tokenizer)
-    split = getattr(report, part)
+    split = report.parts[part]
     dataset = IndexedDataset(split.prefix)
     documents = [dataset.document(i).tolist() for i in range(dataset.num_documents)]
     assert all(d[-1] == model.eos_id and model.eos_id not in d[:-1] for d in documents)
@@ -54,7 +61,7 @@ def texts_of(report: CorpusReport, part: str) -> list[str]:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 def test_command_line(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,11 +76,11 @@ def test_command_line(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     ]
     assert main([*arguments, "--vocab-size", "400", "--valid-fraction", "0.2", "--workers", "1"]) == 0
     out = capsys.readouterr().out
-    assert "40 files" in out and "unigram entropy" in out and "nats/token" in out and "skipped" not in out
-    names = {"c.json", "c.model", "c.train.bin", "c.train.idx", "c.valid.bin", "c.valid.idx"}
-    assert set(content(tmp_path / "o")) == names
+    assert "40 documents" in out and "unigram entropy" in out and "nats/token" in out and "skipped" not in out
+    names = {f"c.{part}.{ending}" for part in ("train", "valid") for ending in ("bin", "idx", "json")} | {"c.json", "c.model"}
+    assert {path.name for path in (tmp_path / "o").iterdir()} == names
     assert Tokenizer(tmp_path / "o" / "c.model").vocab_size == 400
-    assert content(tmp_path / "o") == content_after(corpus, tmp_path / "p", workers=3)
+    assert content(tmp_path / "o") == content_after(corpus, tmp_path / "p", bad="refuse")
 
 
 def content_after(corpus: Path, folder: Path, **changes: object) -> dict[str, bytes]:
@@ -90,13 +97,12 @@ def test_every_document_once_and_exact(corpus: Path, tmp_path: Path) -> None:
     assert sorted(train + valid) == sorted(originals) and "" in train + valid
     assert train == [t for t in originals if t in train] and valid == [t for t in originals if t in valid]
     assert len(valid) >= 2 and len(train) >= 20
-    assert (report.files, report.bytes) == (40, sum(len(t.encode()) for t in originals))
-    assert report.valid is not None
-    assert (report.train.documents, report.valid.documents) == (len(train), len(valid))
-    counts = [token_counts(IndexedDataset(p.prefix), VOCAB) for p in (report.train, report.valid)]
-    assert [int(c.sum()) for c in counts] == [report.train.tokens, report.valid.tokens]
+    assert (report.documents, report.bytes) == (40, sum(len(t.encode()) for t in originals))
+    assert [part.documents for part in report.parts.values()] == [len(train), len(valid)]
+    counts = [token_counts(IndexedDataset(part.prefix), VOCAB) for part in report.parts.values()]
+    assert [int(c.sum()) for c in counts] == [part.tokens for part in report.parts.values()]
     assert report.unigram_entropy == entropy(counts[0] + counts[1])
-    assert report.train.unigram_entropy == entropy(counts[0])
+    assert report.parts["train"].unigram_entropy == entropy(counts[0])
     # The tokenizer saw the training part and nothing else.
     settings = Tokenizer(report.tokenizer).settings
     assert settings is not None and settings["sample"]["bytes"] == sum(len(t.encode()) for t in train)
@@ -127,16 +133,17 @@ def test_skipped_files_are_counted_and_named(corpus: Path, tmp_path: Path) -> No
     bad.write_bytes(b"ab\xff")
     gone = tmp_path / "gone.py"
     files = [*find_files([corpus], "*.py"), bad, gone]
-    report = preprocess_corpus(
-        files, tmp_path / "c", train_tokenizer=True, vocab_size=VOCAB, valid_fraction=0.2
-    )
-    assert report.skipped == ((bad, "not UTF-8 (byte 2)"), (gone, "No such file or directory"))
-    assert report.files == 40
-    for line in ("skipped   2 files:", f"  {bad}: not UTF-8 (byte 2)", f"  {gone}: No such file"):
+    training = TokenizerTraining(VOCAB)
+    report = make_corpus(files, tmp_path / "c", Settings(valid_fraction=0.2, bad="skip"), tokenizer=training)
+    assert report.bad == (Bad(str(bad), 0, "not UTF-8 (byte 2)"), Bad(str(gone), 0, "No such file or directory"))
+    assert (report.documents, report.bad_count) == (40, 2)
+    for line in ("skipped   2 lines or files:", f"  {bad}: not UTF-8 (byte 2)", f"  {gone}: No such file"):
         assert line in report.summary()
     assert "and 2 more" not in report.summary()
-    many = replace(report, skipped=report.skipped * 11)
+    many = replace(report, bad=report.bad * 11, bad_count=22)
     assert many.summary().endswith("  and 2 more") and many.summary().count("not UTF-8") == 10
+    with pytest.raises(UsageError, match=r"bad\.py: not UTF-8 \(byte 2\); mend it, or .*--bad skip"):
+        make_corpus(files, tmp_path / "d", Settings(), tokenizer=training)
 
 
 def test_a_name_that_is_no_unicode_can_be_printed(tmp_path: Path) -> None:
@@ -151,42 +158,42 @@ def test_a_name_that_is_no_unicode_can_be_printed(tmp_path: Path) -> None:
     report.summary().encode()
 
 
-def test_max_bytes(corpus: Path, tmp_path: Path) -> None:
-    """A subset within the limit and close to it, spread over the corpus, chosen by the seed, in file
-    order."""
-    sizes = [path.stat().st_size for path in find_files([corpus], "*.py")]
-    limit = sum(sizes) // 2
-    report = preprocess(corpus, tmp_path / "a", max_bytes=limit)
-    assert limit - max(sizes) <= report.bytes <= limit
-    assert 10 < report.files < 35
-    originals = [path.read_bytes().decode() for path in find_files([corpus], "*.py")]
-    train = texts_of(report, "train")
-    assert train == [t for t in originals if t in train] and train != originals[: len(train)]
-    other = preprocess(corpus, tmp_path / "b", max_bytes=limit, seed=2)
-    assert texts_of(other, "train") != train
-    assert preprocess(corpus, tmp_path / "c", max_bytes=10**9).files == 40
+def test_max_bytes(corpus: Path) -> None:
+    """A subset within the limit and close to it, spread over the corpus, chosen by the seed, in file order."""
+    files = find_files([corpus], "*.py")
+    sizes = {path: path.stat().st_size for path in files}
+    limit = sum(sizes.values()) // 2
+    taken = subset(files, limit, 1)
+    assert limit - max(sizes.values()) <= sum(sizes[path] for path in taken) <= limit
+    assert 10 < len(taken) < 35
+    assert taken == [path for path in files if path in taken] and taken != files[: len(taken)]
+    assert subset(files, limit, 2) != taken
+    assert subset(files, 10**9, 1) == files
 
 
 def test_given_tokenizer_and_no_end_token(corpus: Path, tmp_path: Path) -> None:
     first = preprocess(corpus, tmp_path / "a" / "c")
-    second = preprocess(
-        corpus, tmp_path / "b" / "c", train_tokenizer=False, tokenizer=first.tokenizer, append_eos=False
-    )
+    second = preprocess(corpus, tmp_path / "b" / "c", tokenizer=first.tokenizer, append_eos=False)
     assert second.tokenizer == first.tokenizer and not (tmp_path / "b" / "c.model").exists()
-    assert second.train.tokens == first.train.tokens - first.train.documents
-    assert second.train.documents == first.train.documents  # the empty one is still a document
+    assert second.parts["train"].tokens == first.parts["train"].tokens - first.parts["train"].documents
+    assert second.parts["train"].documents == first.parts["train"].documents  # the empty one is still a document
     # Into the folder of its own tokenizer: that one stays as it is.
     model = first.tokenizer.read_bytes()
-    third = preprocess(corpus, tmp_path / "a" / "c", train_tokenizer=False, tokenizer=first.tokenizer)
+    third = preprocess(corpus, tmp_path / "a" / "c", tokenizer=first.tokenizer)
     assert first.tokenizer.read_bytes() == model and texts_of(third, "train") == texts_of(first, "train")
 
 
-def test_no_validation_part(corpus: Path, tmp_path: Path) -> None:
-    """A fraction of 0 writes none, and removes an earlier one, whose documents are now trained on."""
-    assert preprocess(corpus, tmp_path / "c").valid is not None
+def test_parts(corpus: Path, tmp_path: Path) -> None:
+    """A fraction of 0 writes no part, and removes an earlier one, whose documents are now trained on; with three parts each
+    document is in one, and what is held out for validation does not change with the third."""
+    before = preprocess(corpus, tmp_path / "c")
     report = preprocess(corpus, tmp_path / "c", valid_fraction=0.0)
-    assert report.valid is None and report.train.documents == 40
-    assert sorted(content(tmp_path)) == ["c.json", "c.model", "c.train.bin", "c.train.idx"]
+    assert list(report.parts) == ["train"] and report.parts["train"].documents == 40
+    assert sorted(content(tmp_path)) == ["c.json", "c.model", "c.train.bin", "c.train.idx", "c.train.json"]
+    three = preprocess(corpus, tmp_path / "d", test_fraction=0.3, tokenizer=report.tokenizer)
+    assert list(three.parts) == ["train", "valid", "test"]
+    assert sum(part.documents for part in three.parts.values()) == 40
+    assert three.parts["valid"].documents == before.parts["valid"].documents and three.parts["test"].documents > 4
 
 
 @pytest.mark.parametrize("stage", ["tokenizer", "encode", "disk"])
@@ -207,7 +214,7 @@ def test_a_failure_keeps_the_earlier_corpus(
     if stage == "disk":
         monkeypatch.setattr(os, "fsync", full)
     elif stage == "encode":
-        monkeypatch.setattr(Tokenizer, "encode_batch", full)
+        monkeypatch.setattr(Tokenizer, "encode_arrays", full)
     vocab_size = "100000" if stage == "tokenizer" else "420"
     arguments = [
         "--input",
@@ -247,7 +254,7 @@ def test_a_crash_while_publishing_leaves_no_mixture(
     monkeypatch.setattr(os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         preprocess(corpus, tmp_path / "c", seed=9)
-    assert calls.count(".idx") == 1 and calls[-1] == ".idx" and len(calls) == 5
+    assert calls.count(".idx") == 1 and calls[-1] == ".idx" and len(calls) == 7
     for part in ("train", "valid"):
         with pytest.raises(UsageError, match="idx not found"):
             IndexedDataset(tmp_path / f"c.{part}")
@@ -291,10 +298,7 @@ def test_usage_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (options(tmp_path, "--train-tokenizer", "--workers", "0"), "workers must be at least 1"),
         (options(tmp_path, "--train-tokenizer", "--max-bytes", "0"), "max bytes must be at least 1"),
         (options(tmp_path, "--train-tokenizer", "--max-bytes", "9"), "larger than max bytes 9"),
-        (
-            options(tmp_path, "--train-tokenizer", "--vocab-size", "420"),
-            "the valid part has no text: 1 documents",
-        ),
+        (options(tmp_path, "--train-tokenizer", "--valid-fraction", ".5", "--test-fraction", ".5"), "nothing to train on"),
     ]:
         assert main(arguments) == 2
         error = capsys.readouterr().err
@@ -311,11 +315,8 @@ def test_tokenizer_choice_is_explicit(
         with pytest.raises(SystemExit) as caught:
             main(options(tmp_path, *more))
         assert caught.value.code == 2
-    for changes in ({"train_tokenizer": False}, {"tokenizer": "x.model"}):
-        with pytest.raises(UsageError, match="exactly one of"):
-            preprocess(corpus, tmp_path / "c", **changes)
     with pytest.raises(UsageError, match="no files"):
-        preprocess_corpus([], tmp_path / "c", train_tokenizer=True)
+        make_corpus([], tmp_path / "c", tokenizer=TokenizerTraining())
 
 
 def test_a_corpus_without_text(tmp_path: Path) -> None:
@@ -334,4 +335,4 @@ def test_a_tokenizer_without_end_token(corpus: Path, tmp_path: Path) -> None:
         minloglevel=2,
     )
     with pytest.raises(UsageError, match=r"m\.model has no end of sequence.*--no-append-eos"):
-        preprocess(corpus, tmp_path / "c", train_tokenizer=False, tokenizer=tmp_path / "m.model")
+        preprocess(corpus, tmp_path / "c", tokenizer=tmp_path / "m.model")

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 import sentencepiece
 from hypothesis import given, settings
@@ -99,6 +100,22 @@ def test_whitespace_is_compact(model: Tokenizer) -> None:
     assert len(model.encode(" " * 8)) == 1
     assert len(model.encode("2024")) == 4
     assert len(model.encode(CODE)) < len(CODE) / 2
+
+
+def test_arrays(model: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same ids as the lists', with the package's arrays and without them."""
+    texts = ["a b", "", "\u2581 x\u2581", "né"]
+    wanted = [model.encode(text) for text in texts]
+    assert [ids.tolist() for ids in model.encode_arrays(texts)] == wanted
+    assert all(ids.dtype == np.int32 for ids in model.encode_arrays(texts))
+    real = model._processor.encode
+
+    class Older:
+        def encode(self, texts: object, num_threads: int = 1) -> object:
+            return real(texts, num_threads=num_threads)
+
+    monkeypatch.setattr(model, "_processor", Older())
+    assert [ids.tolist() for ids in model.encode_arrays(texts[:2])] == wanted[:2]
 
 
 def test_batches(model: Tokenizer) -> None:
