@@ -163,6 +163,17 @@ def _sleeps(job: Any, progress: Callable[[int], object]) -> int:
     return 0
 
 
+def _fails(job: Any, progress: Callable[[int], object]) -> int:
+    time.sleep(1.0 if job == 0 else 0.0)
+    raise UsageError(f"job {job}")
+
+
+def test_the_first_failure_is_told() -> None:
+    """Job 1 has long failed when job 0 does: the error is job 0's, as with one worker."""
+    with pytest.raises(UsageError, match="job 0"):
+        list(run_jobs(_fails, [0, 1, 2], 2, lambda count: None))
+
+
 def test_a_dead_worker_is_an_error() -> None:
     with pytest.raises(QEffectError, match=r"was ended by SIGKILL at 2; .*goes on from there"):
         list(run_jobs(_dies, [0, 1, 2, 3], 2, lambda count: None))
