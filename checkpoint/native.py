@@ -139,13 +139,20 @@ def saved_config(model: Model) -> dict[str, Any]:
     Raises:
         UsageError: the section is none of this version's.
     """
-    sections = {
-        "model": model.section,
+    more = {
         "precision": {"dtype": precision(model)},
         "data": {"seq_len": min(context_of(model), GENERATION_LENGTH)},
         "train": {"steps": max(1, model.progress.step)},
     }
-    return Config.from_dict(sections).to_dict()
+    return whole_config(model.where, model.section, more)
+
+
+def whole_config(where: str, section: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with this model section. Raises :class:`UsageError` that names ``where`` and the keys at fault."""
+    try:
+        return Config.from_dict({"model": section, **more}).to_dict()
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
 
 
 def context_of(model: Model) -> int:

@@ -126,6 +126,16 @@ def main_dtype(items: Sequence[Item]) -> str:
     return count.most_common(1)[0][0] if count else "float32"
 
 
+def check_layers(where: str, layers: int, tensors: int) -> None:
+    """A model has more tensors than layers; asked first, since all else takes time and memory for each layer.
+
+    Raises:
+        UsageError: it has not.
+    """
+    if layers > tensors:
+        raise UsageError(f"{where} is said to have {layers} layers, and has {tensors} tensors")
+
+
 def check_names(where: str, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
     """Exactly the wanted tensors with their shapes.
 

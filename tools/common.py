@@ -53,7 +53,7 @@ def run_tool(body: Callable[[], int], show_traceback: bool) -> int:
         sys.stdout.flush()
         return code
     except QEffectError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         if show_traceback:
             traceback.print_exception(error)
         return error.exit_code
@@ -63,6 +63,11 @@ def run_tool(body: Callable[[], int], show_traceback: bool) -> int:
     except BrokenPipeError:  # the reader of our output left; what is still buffered goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def printable(text: str) -> str:
+    """What came out of other people's files, without characters that steer a terminal or that no encoding has."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def json_plain(value: Any) -> Any:

@@ -29,20 +29,20 @@ from typing import Any
 
 from tqdm import tqdm
 
-from checkpoint.fileops import FileOps
+from checkpoint.fileops import FileOps, naming
 from checkpoint.hf.config import model_section
 from checkpoint.hf.folder import read_json
 from checkpoint.hf.read import read_hf
 from checkpoint.hf.write import plan_hf, write_hf
 from checkpoint.megatron.read import read_megatron
 from checkpoint.megatron.write import Ranks, check_model, left_behind, nbytes_of, options, write_megatron
-from checkpoint.native import SHARD_SIZE, read_native, write_native
+from checkpoint.native import SHARD_SIZE, read_native, saved_config, write_native
 from checkpoint.portable import CASTS, Item, Model
 from checkpoint.publish import check_destination, publish
 from qeffect_lm.config_yaml import read_layers
 from qeffect_lm.errors import UsageError
 from qeffect_lm.units import format_bytes, parse_bytes
-from tools.common import add_traceback, run_tool
+from tools.common import add_traceback, printable, run_tool
 
 SOURCES = ("hf", "native", "megatron")
 TARGETS = ("hf", "native", "megatron")
@@ -61,10 +61,11 @@ def convert(arguments: argparse.Namespace, ops: FileOps | None = None) -> int:
     source, target, destination = arguments.source_format, arguments.target_format, arguments.dst
     shard_size = _shard_size(arguments.max_shard_size)
     model = _read(source, arguments)
+    saved_config(model)  # whatever the target: a section that is none of ours is refused, by its key
     nbytes, write = _writer(target, model, shard_size, _ranks(arguments))
-    check_destination(destination, nbytes)
+    check_destination(destination, nbytes, Path(model.where))
     report = describe(model, target, destination, nbytes)
-    print(json.dumps(report, indent=1) if arguments.json else text(report, arguments.dry_run))
+    print(json.dumps(report, indent=1) if arguments.json else printable(text(report, arguments.dry_run)))
     if arguments.dry_run:
         return 0
     give_memory_back()
@@ -94,8 +95,9 @@ def _writer(
 
 def _read(source: str, arguments: argparse.Namespace) -> Model:
     path, dtype = arguments.src, arguments.dtype
-    if not path.exists():
-        raise UsageError(f"{path} does not exist")
+    with naming("look at", path):
+        if not path.exists():
+            raise UsageError(f"{path} does not exist")
     if arguments.fp8 and (source, arguments.target_format) != ("native", "hf"):
         raise UsageError("--fp8 is for --from native --to hf: leave it out")
     if source != "megatron":

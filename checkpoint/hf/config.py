@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from checkpoint.hf.description import FAMILIES, Description, describe
+from checkpoint.hf.values import check_values
 from qeffect_lm.config_model import ROPE_KEYS
 from qeffect_lm.errors import UsageError
 
@@ -121,7 +122,7 @@ def model_section(config: Mapping[str, Any]) -> Found:
     """
     family = str(config.get("model_type"))
     if family not in FAMILIES:
-        raise UsageError(f"model_type {family!r}: the known ones are {', '.join(FAMILIES)}")
+        raise UsageError(f"model_type {family[:60]!r}: the known ones are {', '.join(FAMILIES)}")
     config = _canonical(family, config)
     read = {theirs for theirs, _ in KEYS[family].values()} | _MORE[family] | (_ROPE if family != "gpt2" else set())
     unknown = sorted(set(config) - read - _FIXED.keys() - _IGNORED - set(_DROPOUT))
@@ -131,6 +132,7 @@ def model_section(config: Mapping[str, Any]) -> Found:
     for key, wanted in _FIXED.items():
         if config.get(key, wanted) not in (wanted, None):
             raise UsageError(f"{key} = {config[key]!r}: only {wanted!r} is supported")
+    check_values(config, {theirs: ours for ours, (theirs, _) in KEYS[family].items()})
     _check_architecture(family, config)
     values = {ours: _value(config, theirs, absent) for ours, (theirs, absent) in KEYS[family].items()}
     values["num_kv_heads"] = values.get("num_kv_heads") or values["num_heads"]
@@ -217,7 +219,7 @@ def _head_dim(values: Mapping[str, Any]) -> int:
 def _check_architecture(family: str, config: Mapping[str, Any]) -> None:
     given = config.get("architectures")
     if given and list(given) != [ARCHITECTURES[family]]:
-        raise UsageError(f"architectures = {list(given)!r}: {ARCHITECTURES[family]} is supported for model_type {family}")
+        raise UsageError(f"architectures = {given[:3]!r}: {ARCHITECTURES[family]} is supported for model_type {family}")
 
 
 def _activation(family: str, name: str) -> str:
@@ -237,10 +239,11 @@ def _window(family: str, config: Mapping[str, Any], layers: int) -> tuple[int | 
         return config.get("sliding_window", 4096), 0
     types = config.get("layer_types")
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
-    full = min(config.get("max_window_layers", 28), layers)
+    given = config.get("max_window_layers")
+    full = min(28 if given is None else given, layers)
     if types is not None:
-        by_keys = ["full_attention"] * full + ["sliding_attention"] * (layers - full) if window is not None else []
-        if list(types) != (by_keys or ["full_attention"] * layers):
+        first = layers if window is None else full
+        if len(types) != layers or any(t != ("full_attention", "sliding_attention")[i >= first] for i, t in enumerate(types)):
             raise UsageError("layer_types disagrees with use_sliding_window, sliding_window and max_window_layers")
     return (None, 0) if window is None or full == layers else (window, full)
 
@@ -281,6 +284,7 @@ def _rope(config: Mapping[str, Any], context: int) -> tuple[float, dict[str, Any
 
 
 def _scaling(key: str, given: Mapping[str, Any], theta: Any, context: int) -> tuple[float, dict[str, Any]]:
+    check_values(given, {}, key)
     values = {name: value for name, value in given.items() if value is not None}
     kinds = {values.pop(name) for name in ("rope_type", "type") if name in values} or {"default"}
     if len(kinds) > 1:

@@ -14,7 +14,7 @@ from checkpoint.digests import pieces
 from checkpoint.hf.config import model_section
 from checkpoint.hf.folder import CONFIG, Folder, Place, open_folder, read_into, read_small, travelling
 from checkpoint.hf.tensors import EMBEDDING, Chosen, Group, choose_tensors, tensor_groups, to_ours
-from checkpoint.portable import Item, Model, main_dtype
+from checkpoint.portable import Item, Model, check_layers, main_dtype
 from checkpoint.shards import torch_dtype
 from qeffect_lm.errors import UsageError
 
@@ -33,6 +33,7 @@ def read_hf(path: Path, dtype: str | None = None) -> Model:
     folder = open_folder(path)
     with naming(path / CONFIG):
         found = model_section(folder.config)
+    check_layers(str(path), found.section["num_layers"], len(folder.tensors))
     with naming(path):
         chosen = choose_tensors(found.section, folder.tensors)
         groups = tensor_groups(found.section)

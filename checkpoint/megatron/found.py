@@ -49,7 +49,7 @@ def arguments(value: Any) -> Mapping[str, Any] | None:
     return None
 
 
-def number(value: Any, what: str) -> int:
+def number(value: Any, what: str, of: str = "steps") -> int:
     """A whole number, perhaps a tensor of one."""
     if isinstance(value, Ref):
         value = value.read()
@@ -57,8 +57,8 @@ def number(value: Any, what: str) -> int:
         value = value.item()
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if type(value) is not int or value < 0:
-        raise UsageError(f"{what} is {value!r}, which is no number of steps")
+    if type(value) is not int or not 0 <= value < 2**62:
+        raise UsageError(f"{what} is {value!r}, which is no number of {of}")
     return value
 
 
@@ -72,7 +72,8 @@ def steps_of(optimizer: Any) -> list[int]:
             found.append(number(state["common_step"], "the optimizer's common_step"))
         own = [each["step"] for each in state.values() if isinstance(each, dict) and "step" in each]
         found += [number(step, "a parameter's step") for step in own]
-    for group in inner.get("param_groups", []) if isinstance(inner, dict) else []:
+    groups = inner.get("param_groups") if isinstance(inner, dict) else None
+    for group in groups if isinstance(groups, list) else []:
         if isinstance(group, dict) and group.get("step") is not None:
             found.append(number(group["step"], "a parameter group's step"))
     return found

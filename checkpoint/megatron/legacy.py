@@ -22,7 +22,7 @@ from qeffect_lm.errors import UsageError
 
 FILE = "model_optim_rng.pt"
 DISTRIBUTED = "distrib_optim.pt"
-_RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
+_RANK = re.compile(r"mp_rank_(\d{1,9})(?:_(\d{1,9}))?(?:_(\d+))?")
 
 
 def read_legacy(folder: Path) -> Found:
@@ -35,7 +35,8 @@ def read_legacy(folder: Path) -> Found:
     ranks = sorted(grid)
     contents = dict(zip(ranks, open_files([grid[rank] for rank in ranks]), strict=True))
     for rank, content in contents.items():
-        if not isinstance(content, dict) or not any(key.startswith("model") for key in content if isinstance(key, str)):
+        chunks = _chunks(content) if isinstance(content, dict) else []
+        if not chunks or not all(isinstance(chunk, dict) for chunk in chunks):
             raise UsageError(f"{grid[rank]} holds no model: it was not saved by Megatron")
     first = contents[ranks[0]]
     found = Found(arguments(first.get("args")), common=first)
@@ -63,7 +64,10 @@ def _grid(folder: Path) -> dict[tuple[int, int], Path]:
             continue
         if match[3] is not None:
             raise UsageError(f"{path} belongs to an expert-parallel rank: models with experts are not converted")
-        grid[int(match[1]), int(match[2] or 0)] = path / FILE
+        rank = int(match[1]), int(match[2] or 0)
+        if rank in grid:
+            raise UsageError(f"{path} and {grid[rank].parent.name} are of one rank")
+        grid[rank] = path / FILE
     if not grid:
         raise UsageError(f"{folder} has no mp_rank folders")
     tp, pp = (max(rank[axis] for rank in grid) + 1 for axis in (0, 1))
@@ -213,6 +217,16 @@ def _read_optimizer(
             found.state[kind] = {name: _merge(name, refs) for name, refs in by_name.items()}
 
 
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _at(value: Any, index: int) -> Any:
+    """An entry of what should be a list, or None."""
+    found = _list(value)
+    return found[index] if index < len(found) else None
+
+
 def _by_number(
     optimizer: Mapping[str, Any], names: Sequence[tuple[str, Ref]], where: Path
 ) -> list[tuple[str, str, Ref]]:
@@ -222,22 +236,27 @@ def _by_number(
         UsageError: a group's numbers and shapes are not those of the model's matrices or vectors.
     """
     inner = optimizer.get("optimizer", optimizer)
+    if not isinstance(inner, dict):
+        raise UsageError(f"{where}: the optimizer is no torch optimizer's state: convert with --weights-only")
     state, groups = inner.get("state", {}), inner.get("param_groups", [])
+    if not isinstance(state, dict) or not all(isinstance(group, dict) for group in _list(groups)):
+        raise UsageError(f"{where}: the optimizer's state and param_groups make no sense: convert with --weights-only")
     masters = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
     found: list[tuple[str, str, Ref]] = []
-    for number_, group in enumerate(groups):
+    for number_, group in enumerate(_list(groups)):
         decays = group.get("wd_mult", 1.0) != 0
         own = [(name, ref) for name, ref in names if (len(ref.shape) > 1 and not name.endswith("bias")) == decays]
-        indices = group.get("params", [])
+        indices = _list(group.get("params"))
         if len(own) != len(indices):
             raise UsageError(
                 f"{where}: parameter group {number_} of the optimizer has {len(indices)} parameters, the model {len(own)} that "
                 f"{'decay' if decays else 'do not decay'}: convert with --weights-only"
             )
         for place, (index, (name, ref)) in enumerate(zip(indices, own, strict=True)):
-            tensors = {kind: state.get(index, {}).get(kind) for kind in MOMENTS}
+            known = state.get(index) if isinstance(index, int) else None
+            tensors = {kind: known.get(kind) if isinstance(known, dict) else None for kind in MOMENTS}
             if masters is not None:
-                tensors[MASTER] = masters[number_][place]
+                tensors[MASTER] = _at(_at(masters, number_), place)
             for kind, value in tensors.items():
                 if not isinstance(value, Ref) or value.shape != ref.shape:
                     shape = list(value.shape) if isinstance(value, Ref) else None

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from checkpoint.hf.values import is_flag, is_number, is_size
 from qeffect_lm.errors import UsageError
 
 _LAYER = {
@@ -124,28 +125,28 @@ def model_section(args: Mapping[str, Any], where: str) -> dict[str, Any]:
         kind = args["position_embedding_type"]
         raise UsageError(f"{where}: the argument position_embedding_type is {kind!r}, which is not supported; 'rope' is")
     hidden, heads = _need(args, "hidden_size", where), _need(args, "num_attention_heads", where)
-    groups = args.get("num_query_groups") if args.get("group_query_attention") else heads
-    norms, biases = bool(args.get("qk_layernorm")), bool(args.get("add_qkv_bias"))
+    groups = _optional(args, "num_query_groups", where) if _flag(args, "group_query_attention", where) else heads
+    norms, biases = _flag(args, "qk_layernorm", where), _flag(args, "add_qkv_bias", where)
     if norms and biases:
         raise UsageError(f"{where}: the arguments qk_layernorm and add_qkv_bias are both set, which no family of ours has")
-    section = {
+    section: dict[str, Any] = {
         "family": "qwen3" if norms else "qwen2" if biases else "llama",
-        "vocab_size": args.get("padded_vocab_size"),
+        "vocab_size": _optional(args, "padded_vocab_size", where),
         "hidden_size": hidden,
         "num_layers": _need(args, "num_layers", where),
         "num_heads": heads,
         "num_kv_heads": groups or heads,
-        "head_dim": args.get("kv_channels") or hidden // heads,
-        "ffn_size": args.get("ffn_hidden_size") or 4 * hidden,
+        "head_dim": _optional(args, "kv_channels", where) or hidden // heads,
+        "ffn_size": _optional(args, "ffn_hidden_size", where) or 4 * hidden,
         "max_position_embeddings": _need(args, "max_position_embeddings", where),
-        "norm_eps": float(args.get("norm_epsilon", args.get("layernorm_epsilon", 1e-5))),
-        "rope_theta": float(args.get("rotary_base") or 10000.0),
-        "tie_word_embeddings": not args.get("untie_embeddings_and_output_weights", False),
+        "norm_eps": _number(args, "norm_epsilon" if "norm_epsilon" in args else "layernorm_epsilon", 1e-5, where),
+        "rope_theta": _number(args, "rotary_base", 10000.0, where),
+        "tie_word_embeddings": not _flag(args, "untie_embeddings_and_output_weights", where),
     }
-    if args.get("use_rope_scaling"):  # Megatron's is Llama 3's, with its constants
+    if _flag(args, "use_rope_scaling", where):  # Megatron's is Llama 3's, with its constants
         section["rope_scaling"] = {
             "type": "llama3",
-            "factor": float(args.get("rope_scaling_factor") or 8.0),
+            "factor": _number(args, "rope_scaling_factor", 8.0, where),
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
@@ -154,7 +155,28 @@ def model_section(args: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _need(args: Mapping[str, Any], name: str, where: str) -> int:
-    value = args.get(name)
-    if type(value) is not int or value < 1:
-        raise UsageError(f"{where}: the argument {name} is {value!r}, a number is needed")
+    value = _optional(args, name, where)
+    if value is None:
+        raise UsageError(f"{where}: the argument {name} is not there, a number is needed")
     return value
+
+
+def _optional(args: Mapping[str, Any], name: str, where: str) -> int | None:
+    value = args.get(name)
+    if value is not None and not is_size(value):
+        raise UsageError(f"{where}: the argument {name} is {value!r}, a whole number from 1 on is needed")
+    return value
+
+
+def _flag(args: Mapping[str, Any], name: str, where: str) -> bool:
+    value = args.get(name)
+    if value is not None and not is_flag(value):
+        raise UsageError(f"{where}: the argument {name} is {value!r}, True or False is needed")
+    return bool(value)
+
+
+def _number(args: Mapping[str, Any], name: str, absent: float, where: str) -> float:
+    value = args.get(name)
+    if value is not None and not is_number(value):
+        raise UsageError(f"{where}: the argument {name} is {value!r}, a finite number is needed")
+    return absent if value is None else float(value)

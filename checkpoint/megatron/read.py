@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ from checkpoint.hf.folder import CONFIG as HF_CONFIG
 from checkpoint.hf.folder import INDEX, read_small, travelling
 from checkpoint.hf.read import HEADER
 from checkpoint.hf.tensors import tensor_groups
+from checkpoint.hf.values import is_size
 from checkpoint.layout import natural_key
-from checkpoint.megatron.found import MASTER, MOMENTS, Found
+from checkpoint.megatron.found import MASTER, MOMENTS, Found, number
 from checkpoint.megatron.legacy import read_legacy
 from checkpoint.megatron.names import LINEARS, VOCABULARY, model_section, ours
 from checkpoint.megatron.pieces import Pieces
 from checkpoint.megatron.torch_dist import CONFIG, METADATA, read_torch_dist
-from checkpoint.portable import Item, Model, Progress, cast, check_names, main_dtype
+from checkpoint.native import whole_config
+from checkpoint.portable import Item, Model, Progress, cast, check_layers, check_names, main_dtype
 from qeffect_lm.contract.timeline import EMPTY
 from qeffect_lm.errors import UsageError
 from qeffect_lm.state import Role
@@ -62,21 +65,26 @@ def read_megatron(
     found = read_torch_dist(folder) if (folder / CONFIG).exists() else read_legacy(folder)
     where = str(folder)
     section = _section(found, section, vocab_size, where)
+    check_layers(where, section["num_layers"], len(found.parameters))
     wanted = {group.ours: group.shape for group in tensor_groups(section)}
     parameters = _by_our_names(found.parameters, where)
     _check(where, parameters, wanted)
     items = [_item(name, parameters[name], wanted[name]) for name in sorted(wanted, key=natural_key)]
     state, contract, left = ([], None, _left(found)) if weights_only else _state(found, parameters, wanted, where)
     args = found.args or {}
-    samples = args.get("consumed_train_samples")
-    progress = Progress(found.iteration, int(samples or 0) * int(args.get("seq_length") or 0), samples)
+    samples, length = args.get("consumed_train_samples"), args.get("seq_length")
+    if length is not None and not is_size(length):
+        raise UsageError(f"{where}: the argument seq_length is {length!r}, a whole number from 1 on is needed")
+    if samples is not None:
+        samples = number(samples, "the argument consumed_train_samples", "samples")
+    progress = Progress(found.iteration, (samples or 0) * (length or 0), samples)
     return Model(
         where=where,
         section=dict(section),
         items=[cast(item, dtype) if dtype is not None else item for item in items],
         dtype=dtype or main_dtype(items),
         main=main_dtype(items),
-        seq_len=args.get("seq_length"),
+        seq_len=length,
         files=_tokenizer(folder.parent / TOKENIZER),
         state=state,
         progress=Progress() if weights_only else progress,
@@ -95,9 +103,9 @@ def checkpoint_folder(path: Path) -> Path:
         raise UsageError(f"{path} is no folder")
     tracker = path / TRACKER
     if tracker.exists():
-        said = tracker.read_text(errors="replace").strip()
-        if not (said == "release" or said.isdecimal()):
-            raise UsageError(f"{tracker} says {said!r}, which is neither a number nor 'release'")
+        said = read_small(tracker).decode(errors="replace").strip()
+        if said != "release" and not re.fullmatch("[0-9]{1,18}", said):
+            raise UsageError(f"{tracker} says {said[:40]!r}, which is neither a number nor 'release'")
         path = path / (said if said == "release" else f"iter_{int(said):07d}")
         if not path.is_dir():
             raise UsageError(f"{tracker} names {path.name}, which is not there")
@@ -122,8 +130,12 @@ def _section(found: Found, given: Mapping[str, Any] | None, vocab_size: int | No
         raise UsageError(f"{where} holds no arguments of Megatron's training script: say what the model is with --model FILE")
     section = dict(given or {}) if found.args is None else model_section(found.args, where)
     padded = section.get("vocab_size")
-    told = vocab_size or (found.args or {}).get("vocab_size")
+    told = (found.args or {}).get("vocab_size") if vocab_size is None else vocab_size
+    if told is not None and not is_size(told):
+        raise UsageError(f"{where}: the number of tokens is {told!r}, a whole number from 1 on is needed")
     section["vocab_size"] = told or (given or {}).get("vocab_size") or padded
+    if found.args is None:  # as the user wrote it
+        whole_config("--model", section, {"data": {"seq_len": 1}, "train": {"steps": 1}})
     if found.args is not None and told is None and (given or {}).get("vocab_size") is None:
         raise UsageError(
             f"{where}: how many tokens there are is not told, only that the embedding has {padded} rows, perhaps some of them "

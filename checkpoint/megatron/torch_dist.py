@@ -7,12 +7,12 @@ A layer's tensors are either stacked, one entry per layer, under a key without a
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from checkpoint.hf.folder import read_json
 from checkpoint.layout import Box
 from checkpoint.megatron.found import MASTER, MOMENTS, Found, arguments, extra_state, number, others_in, steps_of
 from checkpoint.megatron.guard import open_files, open_torch_dist
@@ -34,11 +34,8 @@ def read_torch_dist(folder: Path) -> Found:
     Raises:
         UsageError: another backend, an unfinished save, or what makes no sense.
     """
-    try:
-        config = json.loads((folder / CONFIG).read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{folder / CONFIG} cannot be read: {error}") from None
-    if not isinstance(config, dict) or config.get("sharded_backend") != "torch_dist":
+    config = read_json(folder / CONFIG)
+    if config.get("sharded_backend") != "torch_dist":
         raise UsageError(f"{folder / CONFIG} says {config!r}: torch_dist is the backend that is read")
     if not (folder / METADATA).is_file():
         raise UsageError(f"{folder} has no {METADATA}: copy that file too; its name begins with a dot")

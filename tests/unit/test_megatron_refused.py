@@ -166,6 +166,81 @@ def test_arguments_that_ours_cannot_be(tmp_path: Path, argument: str, value: Any
         read_megatron(tmp_path, allow_pickle=True)
 
 
+WHOLE = "a whole number from 1 on"
+KINDS: dict[str, tuple[list[Any], str]] = {
+    **dict.fromkeys(("hidden_size", "num_layers", "ffn_hidden_size", "kv_channels"), ([True, -1, 1.5, "3", [1], 10**10], WHOLE)),
+    **dict.fromkeys(("max_position_embeddings", "seq_length", "padded_vocab_size"), ([True, 0, "64", [], 10**30], WHOLE)),
+    **dict.fromkeys(("norm_epsilon", "rotary_base"), ([True, "x", [], float("nan"), float("inf")], "a finite number")),
+    **dict.fromkeys(("group_query_attention", "qk_layernorm"), ([1, "x", []], "True or False")),
+    **dict.fromkeys(("add_qkv_bias", "use_rope_scaling"), ([1, "x", []], "True or False")),
+    "untie_embeddings_and_output_weights": (["False", torch.ones(2)], "True or False"),
+    "consumed_train_samples": ([True, -1, 1.5, "40", [], 10**30], "no number of samples"),
+    "vocab_size": ([True, 0, -1, "59", [], 59.0], "number of tokens"),
+    "num_attention_heads": ([None, True, 0, "12", torch.ones(())], "num_attention_heads"),
+}
+
+
+@pytest.mark.parametrize("argument", KINDS)
+def test_arguments_of_any_type(tmp_path: Path, argument: str) -> None:
+    """What a pickle gives for a number or a flag may be anything."""
+    values, said = KINDS[argument]
+    for number, value in enumerate(values):
+        write_ranks(tmp_path / str(number), whole(60), arguments(**{argument: value}))
+        with pytest.raises(UsageError, match=said) as error:
+            read_megatron(tmp_path / str(number), allow_pickle=True)
+        assert argument in str(error.value) or argument == "vocab_size"
+
+
+def test_more_layers_than_tensors(tmp_path: Path) -> None:
+    """Asked first: a list of a billion layers would take all memory."""
+    write_ranks(tmp_path, whole(60), arguments(num_layers=10**9))
+    with pytest.raises(UsageError, match="said to have 1000000000 layers, and has 27 tensors"):
+        read_megatron(tmp_path, allow_pickle=True)
+
+
+def test_contents_of_any_type(tmp_path: Path) -> None:
+    """In the place of models, optimizers and their parts: a number, a string, a list."""
+    good = optimizer_state(whole(60))["optimizer"]
+    groups = good["param_groups"]
+    cases: list[tuple[str, Any, str]] = [("model", value, "holds no model") for value in (True, "x", [1], None)]
+    for optimizer in (
+        {"optimizer": 5},
+        {"optimizer": {"state": 5, "param_groups": groups}},
+        {"optimizer": {"state": good["state"], "param_groups": [5]}},
+    ):
+        cases.append(("optimizer", optimizer, "convert with --weights-only"))
+    for optimizer in (
+        {"optimizer": {"state": dict.fromkeys(range(27), 3), "param_groups": groups}},
+        {"optimizer": {"state": good["state"], "param_groups": [{"params": ["x"] * 18}]}},
+        {"optimizer": good, "fp32_from_fp16_params": 3},
+        {"optimizer": good, "fp32_from_fp16_params": [[]]},
+    ):
+        cases.append(("optimizer", optimizer, "of decoder.layers.0|of embedding.word_embeddings.weight has the shape None"))
+    for number, (key, value, said) in enumerate(cases):
+        root = write_ranks(tmp_path / str(number), whole(60), arguments(), **({key: value} if key == "optimizer" else {}))
+        if key == "model":
+            file = root / "iter_0000007" / "mp_rank_00" / "model_optim_rng.pt"
+            torch.save({**torch.load(file, weights_only=False), "model": value}, file)
+        with pytest.raises(UsageError, match=said):
+            read_megatron(root, allow_pickle=True)
+
+
+def test_splits_that_are_uneven(tmp_path: Path) -> None:
+    """Tensor-parallel parts of different sizes, an odd number of gate's and up's rows, two folders of one rank."""
+    for number, (name, rows) in enumerate({"output_layer.weight": 29, "decoder.layers.1.mlp.linear_fc1.weight": 35}.items()):
+        root = write_ranks(tmp_path / str(number), whole(60), arguments(), 2)
+        file = root / "iter_0000007" / "mp_rank_01" / "model_optim_rng.pt"
+        content = torch.load(file, weights_only=False)
+        content["model"][name] = content["model"][name][:rows].clone()
+        torch.save(content, file)
+        with pytest.raises(UsageError, match=f"{name} is not there exactly once"):
+            read_megatron(root, allow_pickle=True)
+    root = write_ranks(tmp_path / "double", whole(60), arguments())
+    shutil.copytree(root / "iter_0000007" / "mp_rank_00", root / "iter_0000007" / "mp_rank_00_000")
+    with pytest.raises(UsageError, match="mp_rank_00_000 and mp_rank_00 are of one rank"):
+        read_megatron(root, allow_pickle=True)
+
+
 def test_tensors_and_ranks_that_do_not_fit(tmp_path: Path) -> None:
     def fails(number: int, said: str, tensors: dict[str, torch.Tensor], *, tp: int = 1, remove: str = "", **more: Any) -> None:
         root = write_ranks(tmp_path / str(number), tensors, arguments(), tp, **more)
@@ -211,6 +286,9 @@ def test_vocabulary_that_is_not_told(tmp_path: Path, capsys) -> None:
     write_ranks(tmp_path / "m", whole(60), arguments(None, 60))
     assert run(tmp_path / "m", tmp_path / "x") == 2
     assert "add --vocab-size" in capsys.readouterr().err
+    for number in ("0", "-5"):
+        assert run(tmp_path / "m", tmp_path / "x", "--vocab-size", number) == 2
+        assert f"the number of tokens is {number}" in capsys.readouterr().err
     assert run(tmp_path / "m", tmp_path / "x", "--vocab-size", "57") == 0
     assert open_checkpoint(tmp_path / "x").entry("param/head.weight").shape == (57, 24)
 
@@ -222,6 +300,9 @@ def test_a_checkpoint_without_arguments(golden: Path, tmp_path: Path, capsys) ->
     assert run(layers, tmp_path / "x") == 2
     assert "--model FILE" in capsys.readouterr().err
     assert run(golden / "dist", tmp_path / "first") == 0
+    (tmp_path / "odd.yaml").write_text("model: {family: llama, num_layers: '4', hidden_size: 16}\n")
+    assert run(layers, tmp_path / "x", "--model", str(tmp_path / "odd.yaml"), "--vocab-size", "59") == 2
+    assert "model.num_layers: '4' (text) given" in capsys.readouterr().err
     assert run(layers, tmp_path / "second", "--model", str(tmp_path / "first" / "model.yaml")) == 0
     assert run(golden / "dist", tmp_path / "hf", target="hf") == 0
     assert run(layers, tmp_path / "third", "--model", str(tmp_path / "hf" / "config.json")) == 0
@@ -243,11 +324,18 @@ def test_folders_that_are_no_checkpoint(golden: Path, tmp_path: Path) -> None:
     fails(tmp_path / "empty", "names iter_0000012, which is not there")
     (tmp_path / "empty" / "latest_checkpointed_iteration.txt").write_text("../x")
     fails(tmp_path / "empty", "neither a number nor 'release'")
+    (tmp_path / "empty" / "latest_checkpointed_iteration.txt").write_text("1" * 5000)
+    fails(tmp_path / "empty", "neither a number nor 'release'")
+    (tmp_path / "empty" / "latest_checkpointed_iteration.txt").unlink()
+    (tmp_path / "empty" / "latest_checkpointed_iteration.txt").mkdir()
+    fails(tmp_path / "empty", "is no regular file")
     dist = Path(shutil.copytree(golden / "dist" / "iter_0000002", tmp_path / "dist"))
     (dist / "metadata.json").rename(dist / "m.json")
     fails(dist, "the save was interrupted")
     (dist / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
     fails(dist, "torch_dist is the backend that is read")
+    (dist / "metadata.json").write_text("[" * 100_000)
+    fails(dist, "is not sound JSON")
     (dist / "m.json").rename(dist / "metadata.json")
     (dist / "__0_0.distcp").write_bytes((dist / "__0_0.distcp").read_bytes()[:-100])
     fails(dist, "__0_0.distcp ends before byte|refused")
