@@ -59,6 +59,7 @@ KEYS: dict[str, dict[str, tuple[str, Any]]] = {
         "tie_word_embeddings": ("tie_word_embeddings", True),
     },
 }
+_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}  # where the key is absent
 # Keys besides those that a family reads.
 _MORE: dict[str, set[str]] = {
     "llama": {"attention_bias", "mlp_bias"},
@@ -135,6 +136,8 @@ def model_section(config: Mapping[str, Any]) -> Found:
     check_values(config, {theirs: ours for ours, (theirs, _) in KEYS[family].items()})
     _check_architecture(family, config)
     values = {ours: _value(config, theirs, absent) for ours, (theirs, absent) in KEYS[family].items()}
+    if "num_key_value_heads" not in config:  # null is another thing: as many as there are heads
+        values["num_kv_heads"] = _KV_HEADS.get(family)
     values["num_kv_heads"] = values.get("num_kv_heads") or values["num_heads"]
     values["ffn_size"] = values["ffn_size"] or 4 * values["hidden_size"]
     values["head_dim"] = values.get("head_dim") or _head_dim(values)

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from checkpoint import open_checkpoint, resolve
+from checkpoint.hf.config import KEYS, model_section
 from qeffect_lm.app.inference import load_for_inference
 from qeffect_lm.app.text import tokenizer_of
 from qeffect_lm.errors import UsageError
@@ -33,6 +34,39 @@ logging: {{progress: 'off'}}
 
 def run(source: str, target: str, src: Path, dst: Path, *more: str) -> None:
     assert main(["--from", source, "--to", target, str(src), str(dst), "--quiet", *more]) == 0
+
+
+@pytest.mark.parametrize("family", KEYS)
+def test_absent_keys_mean_what_they_mean_to_transformers(family: str) -> None:
+    """Each key that may be absent, by itself, against the defaults of the family's configuration class."""
+    sizes = {"vocab_size": 64, "hidden_size": 4096, "intermediate_size": 64, "num_hidden_layers": 30}
+    sizes |= {"num_attention_heads": 32, "max_position_embeddings": 256}
+    if family == "gpt2":
+        sizes = {"vocab_size": 64, "n_embd": 64, "n_layer": 3, "n_head": 2}
+    more = {"use_sliding_window": True} if family.startswith("qwen") else {}
+    section = model_section({"model_type": family, **sizes, **more}).section
+    theirs = transformers.AutoConfig.for_model(family, **sizes, **more)
+    for ours, (key, absent) in KEYS[family].items():
+        if ours == "max_position_embeddings" and absent is None:
+            continue
+        due = getattr(theirs, key, None)
+        if ours in section and due is not None:
+            assert section[ours] == due, key
+    rope = theirs.rope_parameters["rope_theta"] if family != "gpt2" else 10000.0
+    assert section["rope_theta"] == rope and section["rope_scaling"] == {"type": "none"}
+    if family != "llama" and family != "gpt2":
+        assert section["sliding_window"] == theirs.sliding_window == 4096
+        assert section["max_window_layers"] == getattr(theirs, "max_window_layers", 0)
+    if family.startswith("qwen") or family == "mistral":
+        assert section["num_kv_heads"] == theirs.num_key_value_heads == (8 if family == "mistral" else 32)
+        few = {**sizes, "num_attention_heads": 16}
+        assert model_section({"model_type": family, **few, "num_key_value_heads": None}).section["num_kv_heads"] == 16
+        absent_kv = transformers.AutoConfig.for_model(family, **few).num_key_value_heads
+        assert model_section({"model_type": family, **few}).section["num_kv_heads"] == absent_kv
+    if family == "llama":
+        del sizes["max_position_embeddings"]
+        assert model_section({"model_type": family, **sizes}).section["max_position_embeddings"] == 2048
+        assert transformers.AutoConfig.for_model(family, **sizes).max_position_embeddings == 2048
 
 
 def saved(name: str, path: Path, dtype: torch.dtype = torch.bfloat16, size: str = "50GB") -> Path:
