@@ -93,10 +93,16 @@ class AsyncSaver:
         if pending is not None and self.busy:
             self._notify(SaveEvent(WAITING, step, began - pending.requested, other=pending.step))
         self.wait()
-        staged = self._staging.stage(tensors)
-        thread = threading.Thread(target=lambda: self._run(mine, staged, write), name=f"checkpoint of step {step}", daemon=True)
-        mine = self._pending = _Pending(step, began, thread)
-        thread.start()
+        try:
+            staged = self._staging.stage(tensors)
+            name = f"checkpoint of step {step}"
+            thread = threading.Thread(target=lambda: self._run(mine, staged, write), name=name, daemon=True)
+            mine = self._pending = _Pending(step, began, thread)  # before it starts: Ctrl-C may come while it does
+            thread.start()
+        except Exception as error:  # no memory, no thread
+            self._pending, failure = None, _failure(step, error)
+            self._notify(SaveEvent(FAILED, step, time.monotonic() - began, text=str(failure)))
+            raise failure from error
 
     @property
     def busy(self) -> bool:
@@ -124,12 +130,8 @@ class AsyncSaver:
             self._notify(SaveEvent(STAGED, pending.step, time.monotonic() - pending.requested, staged.nbytes))
             path = write(staged.tensors)
             self._notify(SaveEvent(DURABLE, pending.step, time.monotonic() - pending.requested, _size(path)))
-        except QEffectError as error:
-            pending.failure = error
         except BaseException as error:  # whatever it is: the loop has to learn that there is no checkpoint
-            failure = CheckpointError(f"the checkpoint of step {pending.step} was not saved: {describe(error)}")
-            failure.__cause__ = error
-            pending.failure = failure
+            pending.failure = _failure(pending.step, error)
         if pending.failure is not None:
             seconds = time.monotonic() - pending.requested
             self._notify(SaveEvent(FAILED, pending.step, seconds, staged.nbytes, text=str(pending.failure)))
@@ -140,6 +142,14 @@ class AsyncSaver:
             self._told(event)
         except Exception as error:
             log.warning("cannot report that the %s: %s", event, describe(error))
+
+
+def _failure(step: int, error: BaseException) -> QEffectError:
+    if isinstance(error, QEffectError):
+        return error
+    failure = CheckpointError(f"the checkpoint of step {step} was not saved: {describe(error)}")
+    failure.__cause__ = error
+    return failure
 
 
 def _size(path: Path) -> int:

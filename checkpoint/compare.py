@@ -140,11 +140,20 @@ def _compare_meta(a: Checkpoint, b: Checkpoint, keys: Sequence[str] | None) -> l
     found = []
     for path, x, y in _differing(_document(a), _document(b), ()):
         key = _joined(path)
-        if keys is None or any(key == k or key.startswith((f"{k}.", f"{k}[")) for k in keys):
+        if keys is None or any(_under(key, k) for k in keys):
             found.append(MetaDifference(key, x, y))
             if len(found) == META_MOST:
                 break
     return sorted(found, key=lambda item: natural_key(item.key))
+
+
+def has_meta(checkpoint: Checkpoint, key: str) -> bool:
+    """Whether the checkpoint has a meta value under this dotted key."""
+    return any(_under(_joined(path), key) for path, _, _ in _differing(_document(checkpoint), ABSENT, ()))
+
+
+def _under(key: str, prefix: str) -> bool:
+    return key == prefix or key.startswith((f"{prefix}.", f"{prefix}["))
 
 
 META_MOST = 10_000  # differences of meta values that are told

@@ -9,6 +9,7 @@ allocated, names are plain, and slices have to tile their tensors and their file
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -24,8 +25,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
 import qeffect_lm
-from checkpoint.digests import PIECE, read_whole
-from checkpoint.layout import MANIFEST, Box, CheckpointError, describe, is_companion, is_document, tiling_fault
+from checkpoint.digests import PIECE, opened, read_whole
+from checkpoint.layout import MANIFEST, Box, CheckpointError, describe, is_companion, is_document, step_of, tiling_fault
 from checkpoint.shards import DTYPE_TAGS, torch_dtype
 from qeffect_lm.errors import shown
 from qeffect_lm.state import Role
@@ -292,11 +293,34 @@ def incomplete_because(directory: Path) -> str | None:
                 return f"{directory / name} is not a regular file"
             if size != entry.size:
                 return f"{directory / name} has {size} bytes, the manifest says {entry.size}"
+        if step_of(directory.name) not in (None, manifest.step):
+            return f"{directory} holds step {manifest.step}: it was renamed, or copied to another name"
     except CheckpointError as error:
         return str(error)
     except OSError as error:
         return f"cannot read {error.filename}: {describe(error)}"
     return None
+
+
+def unreadable_because(directory: Path) -> str | None:
+    """Why it cannot be known what the directory holds: rights that this user lacks, a disk or a server that does not answer.
+    None when it can. Such a checkpoint may be whole: nobody may pass over it as if it were not.
+    """
+    try:
+        with opened(directory / MANIFEST):
+            pass
+        for name in read_manifest(directory).files:
+            with opened(directory / name):
+                pass
+    except CheckpointError:
+        return None  # it is known: what it holds is no manifest
+    except OSError as error:
+        if error.errno not in NOT_THERE:
+            return f"cannot read {error.filename or directory}: {describe(error)}"
+    return None
+
+
+NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EINVAL, errno.ELOOP)  # a name without a file, or with something else
 
 
 def plain_json(value: Any, where: str, depth: int = DEPTH_MOST - 3) -> Any:

@@ -79,7 +79,10 @@ def float_of(text: str) -> float:
 
 
 def record_path(checkpoint: Path) -> Path:
-    """Where the record of the step after ``checkpoint`` (a ``step_…`` folder) lies."""
+    """Where the record of the step after ``checkpoint`` lies: beside the ``step_…`` folder, which may be named by a link or as
+    the folder one is in."""
+    if step_of(checkpoint.name) is None:
+        checkpoint = checkpoint.resolve()
     return checkpoint.parent / FOLDER / f"{checkpoint.name}.json"
 
 

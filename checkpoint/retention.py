@@ -20,31 +20,50 @@ from checkpoint.layout import (
     is_temporary,
     step_of,
 )
-from checkpoint.manifest import incomplete_because
+from checkpoint.manifest import incomplete_because, unreadable_because
 from qeffect_lm.contract.errors import ResumeError
 
 log = logging.getLogger(__name__)
 
+ATTEMPTS = 5  # of reading a folder whose checkpoints a run removes meanwhile
+
 
 @dataclass(frozen=True)
 class Found:
-    """One ``step_…`` directory: ``fault`` is None when it is complete, else why it is not."""
+    """One ``step_…`` directory: ``fault`` is None when it is complete, else why it is not. ``unreadable``: nobody can tell
+    (:func:`checkpoint.manifest.unreadable_because`)."""
 
     step: int
     path: Path
     fault: str | None
+    unreadable: bool = False
 
 
 def scan(root: Path) -> list[Found]:
     """Every ``step_…`` directory of ``root`` in numeric order. Other entries are nobody's business here."""
-    return [Found(step, path, incomplete_because(path)) for step, path in checkpoint_dirs(root)]
+    found: list[Found] = []
+    for _ in range(ATTEMPTS):
+        found = [look_at(step, path) for step, path in checkpoint_dirs(root)]
+        if all(one.fault is None or one.path.is_dir() for one in found):
+            break  # else some went meanwhile, and others came
+    return [one for one in found if one.fault is None or one.path.is_dir()]
+
+
+def look_at(step: int, path: Path) -> Found:
+    """One of them."""
+    fault = incomplete_because(path)
+    return Found(step, path, fault, fault is not None and unreadable_because(path) is not None)
 
 
 def newest_complete(root: Path) -> Path | None:
     """The complete checkpoint with the highest number, or None."""
-    for _, path in reversed(checkpoint_dirs(root)):
-        if incomplete_because(path) is None:
-            return path
+    for _ in range(ATTEMPTS):
+        found = checkpoint_dirs(root)
+        for _, path in reversed(found):
+            if incomplete_because(path) is None:
+                return path
+        if all(path.is_dir() for _, path in found):
+            break  # else a run that goes on removes the old ones, and there is a new one by now
     return None
 
 
@@ -53,20 +72,31 @@ def find_resumable(root: Path) -> Path | None:
     it).
 
     ``latest`` is only a hint and not needed. Incomplete checkpoints newer than the answer are skipped with a
-    warning. A save or a removal that was interrupted leaves a ``.tmp-…`` directory: it was never a
-    checkpoint, so it does not stand in the way of a fresh start, but is warned about. Raises
+    warning, as is one that ``latest`` names and that is not there. One that may be whole and cannot be read, for want of
+    rights, say, is not skipped: that is an error. A save or a removal that was interrupted leaves a ``.tmp-…``
+    directory: it was never a checkpoint, so it does not stand in the way of a fresh start, but is warned about. Raises
     :class:`ResumeError` listing what is there when only partial checkpoints exist, or when ``latest`` names
     one that is gone: never a silent fresh start.
     """
     skipped: list[str] = []
-    for step, path in reversed(checkpoint_dirs(root)):
+    pointer = latest_name(root)
+    found = list(reversed(checkpoint_dirs(root)))
+    for step, path in found:
         fault = incomplete_because(path)
         if fault is None:
             for line in skipped:
                 log.warning(
                     "skipping an incomplete checkpoint, resuming from step %d instead: %s", step, line
                 )
+            if pointer is not None and pointer not in {other.name for _, other in found}:
+                log.warning("%s names %s, which is not there: resuming from step %d instead", root / LATEST, pointer, step)
             return path
+        unknown = unreadable_because(path)
+        if unknown is not None:
+            raise ResumeError(
+                f"{path} may be the newest checkpoint, and {unknown}. Make it readable, or move it away to resume from an "
+                "older one"
+            )
         skipped.append(f"{path.name}: {fault}")
     if skipped:
         listing = "".join(f"\n  {line}" for line in skipped)
@@ -74,7 +104,6 @@ def find_resumable(root: Path) -> Path | None:
             f"{root} holds no complete checkpoint, only partial ones:{listing}\n"
             "Restore one of them, or move them away to start afresh"
         )
-    pointer = latest_name(root)
     if pointer is not None:
         raise ResumeError(
             f"{root / LATEST} names {pointer}, which is not there, nor is any other checkpoint. "
@@ -91,8 +120,13 @@ def resolve(path: Path) -> Path:
     """A checkpoint directory from itself, from the folder above it (by ``latest``, else the newest complete), or from a run's
     folder that holds ``checkpoints``.
 
-    Raises :class:`CheckpointError` when there is none.
+    Raises :class:`CheckpointError` when there is none, or none that can be looked at.
     """
+    with naming("look at", path):
+        return _resolved(path)
+
+
+def _resolved(path: Path) -> Path:
     if (path / MANIFEST).exists() or step_of(path.name) is not None:
         return path
     if (path / "checkpoints").is_dir() and latest_name(path) is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import signal
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qeffect_lm.errors import QEffectError
+from qeffect_lm.errors import QEffectError, UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = ROOT / "train.py"
@@ -46,23 +47,32 @@ def inference_threads(arguments: argparse.Namespace) -> int:
     return arguments.threads if arguments.threads is not None else len(os.sched_getaffinity(0))
 
 
-def run_tool(body: Callable[[], int], show_traceback: bool) -> int:
-    """Run a tool's body; an error becomes one line on stderr and its exit code."""
+def run_tool(body: Callable[[], int], show_traceback: bool, as_json: bool = False) -> int:
+    """Run a tool's body; an error becomes one line on stderr and its exit code, with ``as_json`` also ``{"error": …}`` on
+    stdout, for whoever parses that.
+
+    An error of the operating system is exit code 2, as what could not even be tried: 1 means "damaged" or "different" to some.
+    """
     try:
         code = body()
         sys.stdout.flush()
         return code
-    except QEffectError as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        if show_traceback:
-            traceback.print_exception(error)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:  # the reader of our output left; what is still buffered goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except (QEffectError, OSError) as error:
+        said = str(error)
+        if isinstance(error, OSError):
+            said = f"{error.filename or 'input or output'}: {error.strerror or error}"
+        if as_json:
+            print(json.dumps({"error": said}), flush=True)
+        print(printable(f"error: {said}"), file=sys.stderr)
+        if show_traceback:
+            traceback.print_exception(error)
+        return error.exit_code if isinstance(error, QEffectError) else UsageError.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def printable(text: str) -> str:

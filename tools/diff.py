@@ -17,22 +17,29 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint import Checkpoint, CheckpointError, Comparison, compare, open_checkpoint, resolve
-from qeffect_lm.errors import shown
-from tools.common import json_plain
+from checkpoint.compare import has_meta
+from qeffect_lm.errors import UsageError, shown
+from tools.common import add_traceback, json_plain, run_tool
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns its exit code."""
     args = _parser().parse_args(argv)
+    return run_tool(lambda: _run(args), args.traceback, args.json)
+
+
+def _run(args: argparse.Namespace) -> int:
     try:
         a, b = (open_checkpoint(resolve(path)) for path in (args.a, args.b))
         keys = args.key if args.key and not args.meta else None if args.meta else ()
+        for key in keys or ():
+            if not has_meta(a, key) and not has_meta(b, key):
+                raise UsageError(f"--key {key}: neither {a.path} nor {b.path} has meta data of that name")
         result = _without(compare(a, b, meta_keys=keys), tuple(args.ignore))
     except CheckpointError as error:
-        if args.json:
-            print(json.dumps({"error": str(error)}))
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        raise UsageError(str(error)) from error
+    if args.ignore and not (result.equal or result.different or result.only_in_a or result.only_in_b or keys != ()):
+        raise UsageError(f"--ignore {' '.join(map(repr, args.ignore))} leaves no tensor to compare")
     if args.json:
         print(json.dumps(json_plain({"a": str(a.path), "b": str(b.path), **_summary(result)}), indent=1))
     else:
@@ -130,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PREFIX",
         help="leave out tensors whose names begin so (repeatable); `--ignore rng/` compares across layouts, whose ranks differ",
     )
+    add_traceback(parser)
     return parser
 
 

@@ -17,6 +17,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,12 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _rank(arguments, os.environ)
     if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
         return run_tool(lambda: _started_by_a_launcher(arguments), arguments.traceback)
-    return run_tool(lambda: _run(arguments), arguments.traceback)
+    return run_tool(lambda: _run(arguments), arguments.traceback, arguments.json)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.runs < 1:
         raise UsageError(f"--runs {arguments.runs}: at least one")
+    if not 0 < arguments.timeout < threading.TIMEOUT_MAX:  # NaN is neither
+        raise UsageError(f"--timeout {arguments.timeout:g}: seconds, more than none")
     if arguments.record and (arguments.control or arguments.overrides):
         raise UsageError("--record keeps what a sound resume does: leave --control and overrides out")
     checkpoint, saved = open_both(arguments.checkpoint)

@@ -21,7 +21,7 @@ from typing import Any
 
 from checkpoint import CheckpointError, Found, Problem, open_checkpoint, scan
 from checkpoint.layout import MANIFEST, step_of
-from checkpoint.retention import latest_name, temporaries
+from checkpoint.retention import ATTEMPTS, latest_name, look_at, temporaries
 from checkpoint.verify import total_bytes, verify
 from qeffect_lm.errors import UsageError
 from tools.common import add_traceback, run_tool
@@ -43,27 +43,20 @@ class Verdict:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns its exit code."""
     arguments = _parser().parse_args(argv)
-    return run_tool(lambda: _run(arguments), arguments.traceback)
+    return run_tool(lambda: _run(arguments), arguments.traceback, arguments.json)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.workers is not None and arguments.workers < 1:
         raise UsageError(f"--workers {arguments.workers}: at least one")
-    workers = arguments.workers
-    folder = arguments.dir
-    try:
-        if (folder / MANIFEST).exists() or step_of(folder.name) is not None:
-            found, root = [_one(folder)], None
-        else:
-            root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-            found = scan(root)
-    except CheckpointError as error:
-        raise UsageError(str(error)) from None
-    if not found or (root is None and not folder.is_dir()):
-        raise UsageError(f"{folder} is no checkpoint and holds none: give a step_… folder, the one above it, or a run's")
-    complete = [one for one in found if one.fault is None]
-    chosen = complete if arguments.all else complete[-1:]
-    verdicts = [check(one.path, workers) for one in chosen]
+    folder = arguments.dir if arguments.dir.name not in ("", "..") else arguments.dir.resolve()
+    for _ in range(ATTEMPTS):
+        found, root = _look(folder)
+        complete = [one for one in found if one.fault is None]
+        chosen = complete if arguments.all else complete[-1:]
+        verdicts = [verdict for one in chosen if (verdict := check(one.path, arguments.workers)) is not None]
+        if verdicts or not chosen:
+            break  # else they went while they were read: a run that goes on removes its old ones
     report = {
         "folder": str(folder),
         "newest_complete": str(complete[-1].path) if complete else None,
@@ -74,7 +67,23 @@ def _run(arguments: argparse.Namespace) -> int:
     }
     print(json.dumps(report, indent=1) if arguments.json else text(report, verdicts, found))
     sound = bool(verdicts) and not any(verdict.problems for verdict in verdicts)
-    return 0 if sound else 1
+    unknown = any(one.unreadable and one.step > verdicts[-1].step for one in found) if verdicts else False
+    return 0 if sound and not unknown else 1
+
+
+def _look(folder: Path) -> tuple[list[Found], Path | None]:
+    """The checkpoints of a folder, and the folder that holds them (None: a checkpoint itself was named)."""
+    try:
+        if (folder / MANIFEST).exists() or step_of(folder.name) is not None:
+            found, root = [_one(folder)], None
+        else:
+            root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+            found = scan(root)
+    except CheckpointError as error:
+        raise UsageError(str(error)) from None
+    if not found or (root is None and not folder.is_dir()):
+        raise UsageError(f"{folder} is no checkpoint and holds none: give a step_… folder, the one above it, or a run's")
+    return found, root
 
 
 def _one(path: Path) -> Found:
@@ -82,14 +91,21 @@ def _one(path: Path) -> Found:
     matching = [found for found in scan(path.parent) if found.path == path]
     if matching:
         return matching[0]
+    return look_at(-1, path)
+
+
+def check(path: Path, workers: int | None) -> Verdict | None:
+    """Read everything of one checkpoint; None where it was removed meanwhile."""
     try:
-        return Found(open_checkpoint(path).step, path, None)
-    except CheckpointError as error:
-        return Found(-1, path, str(error))
+        verdict = _checked(path, workers)
+    except CheckpointError:
+        if path.is_dir():
+            raise
+        return None
+    return None if verdict.problems and not path.is_dir() else verdict
 
 
-def check(path: Path, workers: int | None) -> Verdict:
-    """Read everything of one checkpoint."""
+def _checked(path: Path, workers: int | None) -> Verdict:
     from qeffect_lm.app.shapes import config_problems  # the models, which a checkpoint without a configuration does not need
 
     began = time.perf_counter()
@@ -108,7 +124,9 @@ def text(report: dict[str, Any], verdicts: Sequence[Verdict], found: Sequence[Fo
     for one in found:
         verdict = by_path.get(str(one.path))
         if one.fault is not None:
-            lines.append(f"{one.path.name}  INCOMPLETE: {one.fault}")
+            lines.append(f"{one.path.name}  {'UNREADABLE' if one.unreadable else 'INCOMPLETE'}: {one.fault}")
+        elif verdict is None and not one.path.is_dir():
+            lines.append(f"{one.path.name}  was removed meanwhile")
         elif verdict is None:
             lines.append(f"{one.path.name}  complete (not read; --all reads it)")
         else:
@@ -121,6 +139,8 @@ def text(report: dict[str, Any], verdicts: Sequence[Verdict], found: Sequence[Fo
     lines += [f"{name}  left by an interrupted save or removal; no checkpoint" for name in left]
     newest, latest = report["newest_complete"], report["latest"]
     lines.append(f"newest complete: {Path(newest).name if newest else 'none'}" + (f"; latest names {latest}" if latest else ""))
+    if latest and latest not in {one.path.name for one in found}:
+        lines[-1] += ", which is not there"
     return "\n".join(lines)
 
 

@@ -152,7 +152,7 @@ def train_run(config: Config, env: LaunchEnv, say: Callable[[str], None] = print
             stack.callback(_leave_group)
         if env.rank == 0:
             stack.enter_context(holding(Path(config.run.dir)))
-        run, checkpoint = _set_up(config, env, say)
+        run, checkpoint = _set_up(config, env, stack, say)
         stack.callback(run.assembly.release)  # before the process group is left
         start = run.start
         if checkpoint is not None and run.leads:
@@ -185,10 +185,14 @@ def describe_run(run: Run) -> str:
     )
 
 
-def _set_up(config: Config, env: LaunchEnv, say: Callable[[str], None]) -> tuple[Run, Checkpoint | None]:
-    """Everything before the first step, in the order of the restore."""
+def _set_up(
+    config: Config, env: LaunchEnv, stack: ExitStack, say: Callable[[str], None]
+) -> tuple[Run, Checkpoint | None]:
+    """Everything before the first step, in the order of the restore; ``stack`` holds the checkpoints' folder."""
     mesh, comm = join(config, env)
     shared_folder_check(config.checkpoint_dir(), env)
+    if env.rank == 0 and not config.checkpoint_dir().samefile(config.run.dir):  # that one is held
+        stack.enter_context(holding(config.checkpoint_dir(), "wait for it, stop it, or choose another checkpoint.dir"))
     checkpoint = find_checkpoint(config, comm)
     run = build(config, env, mesh, comm, checkpoint, say)
     if env.rank == 0:

@@ -16,7 +16,7 @@ from qeffect_lm.errors import UsageError
 def holding(folder: Path, remedy: str = "wait for it, stop it, or choose another run.dir") -> Iterator[None]:
     """Hold ``folder``'s lock (the file ``.lock``, an advisory flock, gone with the process however it ends).
 
-    A file system without locks gives none. Hold it on one rank.
+    A file system without locks gives none. Hold it on one rank. ``remedy`` ends the error.
 
     Raises:
         UsageError: another process holds it; its host and process id are named.

@@ -145,6 +145,50 @@ def test_a_failure_is_told_to_the_next_save_or_at_the_end_and_once(tmp_path: Pat
     saver.wait()
 
 
+def test_without_a_thread_or_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save fails at once and is told as failed; nothing is left to wait for, and a later one goes through."""
+    events: list[SaveEvent] = []
+    saver = AsyncSaver(Staging(), events.append)
+    items = [whole("w", torch.ones(3))]
+
+    def none(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    for owner, name in ((threading.Thread, "start"), (Staging, "stage")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, none)
+            with pytest.raises(CheckpointError, match="of step 1 was not saved: RuntimeError: can't start new thread"):
+                saver.save(1, items, writer(tmp_path, 1))
+        assert [event.what for event in events] == ["requested", "failed"] and not saver.busy and not saver.failed
+        events.clear()
+        saver.wait()
+    saver.save(1, items, writer(tmp_path, 1))
+    saver.wait()
+    assert find_resumable(tmp_path) == tmp_path / "step_00000001"
+
+
+def test_interrupted_while_the_thread_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Ctrl-C: what is being written is waited for all the same."""
+    real, saver = threading.Thread.start, AsyncSaver(Staging())
+
+    def start(thread: threading.Thread) -> None:
+        real(thread)
+        if thread.name.startswith("checkpoint of"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    slowly = threading.Event()
+
+    def write(tensors: list[LogicalTensor]) -> Path:
+        slowly.wait(0.2)
+        return writer(tmp_path, 1)(tensors)
+
+    with pytest.raises(KeyboardInterrupt):
+        saver.save(1, [whole("w", torch.ones(3))], write)
+    saver.wait()
+    assert find_resumable(tmp_path) == tmp_path / "step_00000001"
+
+
 def test_news_that_cannot_be_told_are_not_a_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def told(event: SaveEvent) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -189,3 +189,14 @@ def test_two_runs_in_one_folder(folder):
         process.kill()
         process.join()
     assert run_here(folder, "whole")[0] == 0
+
+
+def test_two_runs_with_one_folder_of_checkpoints(folder):
+    """They would clear away each other's unfinished saves: the second is refused, whatever its ``run.dir``; one run alone may
+    have it in its ``run.dir`` itself."""
+    shared = f"checkpoint.dir={folder / 'shared'}"
+    busy = pytest.raises(UsageError, match=r"shared is in use .*another checkpoint.dir")
+    with holding(folder / "shared"), busy:
+        run_here(folder, "second", shared, "train.steps=1")
+    assert run_here(folder, "second", shared, "train.steps=1")[0] == 0
+    assert run_here(folder, "third", f"checkpoint.dir={folder / 'third'}", "train.steps=1")[0] == 0
