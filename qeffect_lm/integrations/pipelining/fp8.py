@@ -1,0 +1,253 @@
+"""FP8 for converted linears: delayed scaling under the contract, cached weights with versions, state for a checkpointer.
+
+Scales belong to a window of one optimizer step: F and I read the scale of an epoch, their maxima go into the open window, and
+the schedule commits once, after the last W (:class:`~qeffect_lm.contract.timeline.ScaleTimeline`). Weights are cast once for
+each value they have: a cache remembers the version that autograd counts of its tensor, and a weight that was written since,
+however, is cast anew before the step begins; one that is written in the middle of a step is a
+:class:`~qeffect_lm.contract.errors.StaleWeightError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from qeffect_lm.contract.errors import StaleWeightError
+from qeffect_lm.contract.ledger import Ledger
+from qeffect_lm.contract.timeline import Direction, ScaleTimeline
+from qeffect_lm.contract.versions import WeightVersions
+from qeffect_lm.errors import UsageError
+from qeffect_lm.fp8.cache import LAYOUTS, WeightCache
+from qeffect_lm.fp8.gemm import accumulate_scaled_mm, scaled_mm
+from qeffect_lm.fp8.quantise import Quantised
+from qeffect_lm.fp8.recipes import DelayedScaling, roles_of
+
+if TYPE_CHECKING:
+    from qeffect_lm.integrations.pipelining.convert import SplitLinear, Tape
+
+
+class FP8Linear:
+    """One linear's FP8: operands by its recipe, its cached weight. x ``[tokens, in]``, dY ``[tokens, out]``."""
+
+    def __init__(self, name: str, recipe: DelayedScaling, cached: Quantised, state: FP8State) -> None:
+        self.name, self.recipe, self.cached, self.state = name, recipe, cached, state
+
+    def forward(self, x: torch.Tensor, tape: Tape) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """F: the product, and what backward needs of x. Inside of I (activations made again) nothing is reported."""
+        scope = None if tape.again else tape.scope
+        q = self.recipe.operand(self.name, "input", x.detach(), scope)
+        weight = self._weight("rows", tape)
+        assert q.rows is not None and q.columns is not None and weight.rows is not None
+        library = self.state.library
+        y = scaled_mm(
+            q.rows, q.scale_inv, weight.rows, weight.scale_inv, x.dtype, library=library, fast_accumulation=True
+        )  # fmt: skip
+        return y, (q.columns, q.scale_inv.clone())
+
+    def backward(
+        self, dy: torch.Tensor, kept: Sequence[torch.Tensor], tape: Tape, needs_dx: bool
+    ) -> tuple[torch.Tensor | None, tuple[Any, Any]]:
+        """I: dx, and the operands of W."""
+        q = self.recipe.operand(self.name, "grad_output", dy, tape.scope)
+        dx = None
+        if needs_dx:
+            weight = self._weight("columns", tape)
+            assert q.rows is not None and weight.columns is not None
+            dx = scaled_mm(q.rows, q.scale_inv, weight.columns, weight.scale_inv, dy.dtype, library=self.state.library)
+        return dx, (tuple(kept), (q.columns, q.scale_inv.clone()))
+
+    def weight_grad(self, x: Any, dy: Any, grad: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """W: ``grad + dY.T @ x`` into ``grad``, made where there is none."""
+        beta = 0 if grad is None else 1
+        if grad is None:
+            grad = torch.empty(dy[0].shape[0], x[0].shape[0], dtype=dtype, device=dy[0].device)
+        accumulate_scaled_mm(grad, dy[0], dy[1], x[0], x[1], beta, library=self.state.library)
+        return grad
+
+    def _weight(self, layout: str, tape: Tape) -> Quantised:
+        self.state.check_fresh(self.name)
+        if tape.scope is not None and not tape.again:
+            tape.scope.read_weight(f"{self.name}.weight", layout)
+        return self.cached
+
+
+class FP8State:
+    """Scales, histories and cached weights of one rank's converted linears. A ``Stateful`` of torch's checkpointing.
+
+    Made by a schedule for its stages (``fp8=``); :meth:`state_dict` holds typed tensors by stage and the linears' paths.
+
+    Args:
+        linears: path in the whole model → converted linear, in any order.
+        history: windows that a scale looks back.
+        amax_group: ranks that share these scales (tensor or data parallel); their maxima are merged in the commit.
+
+    Raises:
+        UsageError: a device without FP8 products, or sizes that FP8 products do not take (multiples of 16 on a GPU).
+    """
+
+    def __init__(
+        self,
+        linears: dict[str, SplitLinear],
+        *,
+        history: int = 16,
+        margin: int = 0,
+        amax_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.linears, self._group = dict(linears), amax_group
+        self._history, self._margin = history, margin
+        self.versions = WeightVersions([f"{name}.weight" for name in self.linears])
+        roles = [role for name in self.linears for role in roles_of(name)]
+        self.timeline = ScaleTimeline(roles, history=history, margin=margin)
+        self.recipe = DelayedScaling()
+        self.cache: WeightCache | None = None
+        self.library: Any = None
+        self._seen: dict[str, tuple[int, int]] = {}  # data pointer and autograd's version of what was cast
+        self._skip = torch.zeros((), dtype=torch.bool)
+
+    def prepare(self) -> None:
+        """Storages on the weights' device, which is known once the model has been moved there."""
+        device = next(iter(self.linears.values())).weight.device
+        if device.type == "meta":
+            raise UsageError("FP8 linears are on the meta device: materialise the model (to_empty, init) before the first step")
+        if self.cache is not None:
+            return
+        if device.type == "cuda":
+            from qeffect_lm.kernels.cublaslt import CublasLt
+
+            for name, linear in self.linears.items():
+                if linear.in_features % 16 or linear.out_features % 16:
+                    shape = f"[{linear.out_features}, {linear.in_features}]"
+                    raise UsageError(f"{name}.weight is {shape}: FP8 products on a GPU take multiples of 16; leave it whole")
+            self.library = CublasLt(device)
+        for name in ("scale", "history", "open_amax", "fp8_max", "spoilt"):
+            setattr(self.timeline, name, getattr(self.timeline, name).to(device))
+        self._skip = self._skip.to(device)
+        self.recipe.bind(self.timeline)
+        sources = {
+            f"{name}.weight": (name, self.recipe, lambda linear=linear: linear.weight.detach())
+            for name, linear in self.linears.items()
+        }
+        self.cache = WeightCache(sources)
+        for name, linear in self.linears.items():
+            linear.fp8 = FP8Linear(name, self.recipe, self.cache.cached[f"{name}.weight"], self)
+
+    def refresh(self, ledger: Ledger) -> None:
+        """Before a step: cast the weights, if any of them was written since the last cast."""
+        self.prepare()
+        assert self.cache is not None
+        now = {name: self._version(name) for name in self.linears}
+        changed = [name for name in self.linears if self._seen.get(name) != now[name]]
+        epoch = self.timeline.epochs[Direction.FORWARD]
+        if not changed and all(self._fresh_scale(name, epoch) for name in self.linears):
+            return
+        self.versions.bump([f"{name}.weight" for name in changed])
+        with torch.no_grad():
+            self.cache.refresh_()
+        self._seen = now
+        ledger.refreshed({name: self.cache.layer_of(name) for name in self.cache.names}, LAYOUTS)
+
+    def _fresh_scale(self, name: str, epoch: int) -> bool:
+        try:
+            self.versions.require(f"{name}.weight", "rows", epoch=epoch, reader="refresh")
+        except StaleWeightError:
+            return False
+        return True
+
+    def _version(self, name: str) -> tuple[int, int]:
+        weight = self.linears[name].weight
+        return weight.data_ptr(), weight._version
+
+    def check_fresh(self, name: str) -> None:
+        """Raises: StaleWeightError: the weight was written since it was cast."""
+        if self._seen.get(name) != self._version(name):
+            raise StaleWeightError(
+                f"{name}.weight was written after it was cast to FP8 for this step: the optimizer steps between two calls of "
+                "step(), not in the middle of one",
+                layer=name,
+            )
+
+    def commit(self, ledger: Ledger) -> None:
+        """After the last W: merge the maxima over ``amax_group``, roll the histories, make the next scales."""
+        if self._group is not None:
+            dist.all_reduce(self.timeline.open_amax, op=dist.ReduceOp.MAX, group=self._group)
+        ledger.commit(self.timeline.epochs[Direction.FORWARD])
+        with torch.no_grad():
+            self.timeline.roll_(self._skip)
+
+    # ---- torch.distributed.checkpoint.stateful.Stateful --------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """``<path>/scale.<operand>`` (0-dim float32), ``<path>/amax_history.<operand>`` (float32 ``[history]``),
+        ``<path>/cached_weight`` (E4M3 ``[out, in]``), its inverse scale, and as int64 epochs and weight versions."""
+        self.prepare()
+        assert self.cache is not None
+        state: dict[str, Any] = {"epochs": torch.tensor([self.timeline.epochs[d] for d in Direction])}
+        state["commits"] = torch.tensor(self.timeline.commits)
+        for role in self.timeline.roles:
+            layer, _, operand = role.name.rpartition(".")
+            row = self.timeline.index[role.name]
+            state[f"{layer}/scale.{operand}"] = self.timeline.scale[row].clone()
+            state[f"{layer}/amax_history.{operand}"] = self.timeline.history[row].clone()
+        for name, version in self.versions.versions.items():
+            layer = self.cache.layer_of(name)
+            cached = self.cache.cached[name]
+            assert cached.rows is not None
+            state[f"{layer}/weight_version"] = torch.tensor(version)
+            state[f"{layer}/cached_weight"] = cached.rows.clone()
+            state[f"{layer}/cached_weight_scale_inv"] = cached.scale_inv.clone()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse; the weights themselves are loaded by their owner, before the next step, which casts them anew and
+        must find the bytes that were saved (:meth:`check_cast`).
+
+        Raises:
+            UsageError: a linear without its state, or an amax history of another length.
+        """
+        self.prepare()
+        assert self.cache is not None
+        missing = sorted(self.state_dict().keys() - state.keys())
+        if missing:
+            raise UsageError(f"the checkpoint has no FP8 state {missing[0]} ({len(missing)} of such): it is of another model")
+        for role in self.timeline.roles:
+            layer, _, operand = role.name.rpartition(".")
+            row, history = self.timeline.index[role.name], state[f"{layer}/amax_history.{operand}"]
+            if history.shape[0] != self._history:
+                raise UsageError(f"{layer}: the checkpoint's amax history has {history.shape[0]} windows, not {self._history}")
+            self.timeline.scale[row].copy_(state[f"{layer}/scale.{operand}"])
+            self.timeline.history[row].copy_(history)
+        epochs = {str(d): int(epoch) for d, epoch in zip(Direction, state["epochs"], strict=True)}
+        self.timeline.load_state({"epochs": epochs, "commits": int(state["commits"]), "window": "step"})
+        for name in self.versions.versions:
+            layer = self.cache.layer_of(name)
+            self.versions.versions[name] = int(state[f"{layer}/weight_version"]) - 1  # the cast to come counts once
+        self._seen.clear()
+        self._loaded = {name: state[f"{self.cache.layer_of(name)}/cached_weight"] for name in self.cache.names}
+
+    _loaded: dict[str, torch.Tensor] | None = None
+
+    def check_cast(self) -> None:
+        """After a resume's first cast: the cached weights have the saved bytes.
+
+        Raises:
+            StaleWeightError: they do not: the weights are not those that were saved with these scales.
+        """
+        if self._loaded is None or self.cache is None:
+            return
+        for name, saved in self._loaded.items():
+            rows = self.cache.cached[name].rows
+            assert rows is not None
+            if not torch.equal(rows.view(torch.uint8), saved.to(rows.device).view(torch.uint8)):
+                raise StaleWeightError(f"{name}, cast with its saved scale, is not the saved cast: load the weights, too")
+        self._loaded = None
+
+
+def fp8_linears(module: nn.Module, prefix: str = "") -> dict[str, SplitLinear]:
+    """The converted linears below ``module`` by ``prefix`` and path."""
+    from qeffect_lm.integrations.pipelining.convert import SplitLinear
+
+    return {f"{prefix}{path}": child for path, child in module.named_modules() if isinstance(child, SplitLinear)}
