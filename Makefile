@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install -qq -c .venv/constraints.txt
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-gpu test test-long lint bench clean
+.PHONY: help venv demo demo-gpu test test-long test-titan lint bench clean
 
 help:
 	@echo 'make venv       make .venv and install everything into it (repeated only when the versions change)'
@@ -24,6 +24,7 @@ help:
 	@echo 'make demo-gpu   the same on one GPU or two, with the torch that PYTHON has; installs nothing'
 	@echo 'make test       lint and the test suite, on $(WORKERS) workers'
 	@echo 'make test-long  the tests that take minutes each'
+	@echo 'make test-titan TorchTitan, into .titan, and the tests that run its trainer'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make bench      what the contract costs, measured'
 	@echo 'make clean      remove caches and build output (.venv and runs stay)'
@@ -70,6 +71,15 @@ test: lint
 
 test-long: venv
 	$(PYTEST) -m long --timeout 1800
+
+# TorchTitan needs older versions of a few packages: in a folder of their own, put first for these tests only.
+.titan/stamp: tests/titan-requirements.txt | venv
+	rm -rf .titan
+	$(BIN)/python -m pip install -qq --no-deps --target .titan -r tests/titan-requirements.txt
+	@touch $@
+
+test-titan: venv .titan/stamp
+	PYTHONPATH=.titan $(BIN)/python -m pytest --timeout 1800 tests/dist/test_torchtitan.py
 
 lint: venv
 	$(BIN)/ruff check .

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-VOCAB, WIDTH, LENGTH = 32, 16, 6
+VOCAB, WIDTH, LENGTH = 32, 16, 8  # multiples of what FP8 products on a GPU take
 
 
 class Block(nn.Module):
@@ -96,15 +96,17 @@ def descend(modules: Sequence[nn.Module]) -> None:
             parameter -= 0.1 * parameter.grad
 
 
-def stages_of(modules: Sequence[nn.Module], ranks: int, rank: int, shape: str, make: Callable[..., Any]) -> list[Any]:
+def stages_of(
+    modules: Sequence[nn.Module], ranks: int, rank: int, shape: str, make: Callable[..., Any], device: str = "cpu"
+) -> list[Any]:
     """This rank's stages, placed in a loop or a V."""
     count = len(modules)
     placed = [i for i in range(count) if (i % ranks if shape == "loop" else min(i, count - 1 - i)) == rank]
-    return [make(modules[i], i, count, torch.device("cpu")) for i in placed]
+    return [make(modules[i].to(device), i, count, torch.device(device)) for i in placed]
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def pipeline(
@@ -119,6 +121,7 @@ def pipeline(
     dtype: torch.dtype = torch.float32,
     again: str | None = None,
     torch_stages: bool = False,
+    device: str = "cpu",
     **options: Any,
 ) -> dict[str, Any]:
     """Steps of our schedule ``name`` on ``world`` ranks: losses, the last step's gradients, outputs, buffers, forwards run."""
@@ -130,25 +133,25 @@ def pipeline(
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     modules = model(stages, dtype, again)
     shape = "v" if "V" in name else "loop"
-    held = stages_of(modules, world, rank, shape, TorchStage if torch_stages else pipelining.PipelineStage)
+    held = stages_of(modules, world, rank, shape, TorchStage if torch_stages else pipelining.PipelineStage, device)
     schedule = getattr(pipelining, name)(held, microbatches, loss_fn=loss_fn, **options)
     mine = [stage.submod for stage in held]
     losses, outputs = [], []
     for step in range(steps):
         for module in mine:
             module.zero_grad()
-        tokens, target = batch(size, 1 + step)
+        tokens, target = (t.to(device) for t in batch(size, 1 + step))
         told: list[torch.Tensor] = []
         first, last = (any(getattr(s, word) for s in held) for word in ("is_first", "is_last"))
         out = schedule.step(*((tokens,) if first else ()), target=target if last else None, losses=told)
         losses += [loss.item() for loss in told]
-        outputs.append(None if out is None else out.detach())
-        grads = {f"{s.stage_index}.{n}": p.grad.clone() for s in held for n, p in s.submod.named_parameters()}
+        outputs.append(None if out is None else out.detach().cpu())
+        grads = {f"{s.stage_index}.{n}": p.grad.cpu().clone() for s in held for n, p in s.submod.named_parameters()}
         descend(mine)
     runs = {f"{s.stage_index}.{n}": m.runs for s in held for n, m in s.submod.named_modules() if isinstance(m, Block)}
     buffers = {key: border.buffers for key, border in schedule.runner._training.items()}
     state = None if schedule.fp8 is None else {name: raw(t) for name, t in schedule.fp8.state_dict().items()}
-    parameters = {f"{s.stage_index}.{n}": p.detach().clone() for s in held for n, p in s.submod.named_parameters()}
+    parameters = {f"{s.stage_index}.{n}": p.detach().cpu().clone() for s in held for n, p in s.submod.named_parameters()}
     return {
         "losses": losses, "grads": grads, "outputs": outputs, "runs": runs, "buffers": buffers, "state": state,
         "parameters": parameters, "report": schedule.report(),

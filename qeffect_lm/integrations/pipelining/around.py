@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.nn.parallel import DistributedDataParallel
@@ -33,6 +32,7 @@ from qeffect_lm.contract.versions import WeightVersions
 from qeffect_lm.errors import UsageError
 from qeffect_lm.integrations.pipelining.convert import Conversion, Tape, running, split_linears, weight_grads
 from qeffect_lm.integrations.pipelining.fp8 import FP8State, fp8_linears
+from qeffect_lm.integrations.pipelining.sharded import is_sharded
 
 TAPE = "tape"
 
@@ -172,9 +172,9 @@ def attach(schedule: _PipelineSchedule, *, fp8: bool | dict[str, Any] = False, c
 def _check(stage: Any) -> None:
     if stage.dw_builder is not None:
         raise UsageError(f"stage {stage.stage_index} has a dw_builder already: attach once, and give no other one")
-    if isinstance(stage.submod, (DistributedDataParallel, FSDPModule)):
+    if isinstance(stage.submod, DistributedDataParallel) or is_sharded(stage.submod):
         raise UsageError(
-            f"stage {stage.stage_index} is in {type(stage.submod).__name__}, which takes a gradient when autograd makes it: "
+            f"stage {stage.stage_index} is in DDP or FSDP, which takes a gradient when autograd makes it: "
             "W is not autograd's. Give the module itself"
         )
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from qeffect_lm.errors import UsageError
 from qeffect_lm.integrations.pipelining.fp8 import FP8Linear
@@ -69,15 +70,23 @@ class running:
 
 
 class SplitLinear(nn.Linear):
-    """What a converted linear's class adds to it. ``split_name`` is its path in the stage; ``fp8`` None: its own dtype."""
+    """What a converted linear's class adds to it. ``split_name`` is its path in the stage; ``fp8`` None: its own dtype.
+
+    ``split_seen_whole``: why it ran as an ordinary linear in a schedule; None: it did not.
+    """
 
     split_name: str
+    split_seen_whole: str | None = None
     fp8: FP8Linear | None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if _tape is None or not self.weight.requires_grad or not (torch.is_grad_enabled() or self.fp8 is not None):
-            return F.linear(input, self.weight, self.bias)
-        x, weight = input, self.weight
+        weight = self.weight  # FSDP puts the gathered one there while a forward runs
+        if _tape is None or not weight.requires_grad or not (torch.is_grad_enabled() or self.fp8 is not None):
+            return F.linear(input, weight, self.bias)
+        if isinstance(weight, DTensor):  # tensor parallel
+            self.split_seen_whole = "its weight is a DTensor when it runs"
+            return F.linear(input, weight, self.bias)
+        x = input
         if torch.is_autocast_enabled(input.device.type):
             dtype = torch.get_autocast_dtype(input.device.type)
             x, weight = x.to(dtype), weight.to(dtype)
@@ -86,6 +95,11 @@ class SplitLinear(nn.Linear):
 
     def weight_grad(self, entry: Deferred) -> None:
         """W: ``weight.grad += dY.T @ x``; the first of a step overwrites nothing, it makes the gradient."""
+        if isinstance(self.weight, DTensor):
+            raise UsageError(
+                f"{self.split_name}.weight was sharded again between its forward and W: keep weights gathered in a pipeline "
+                "(reshard_after_forward=False)"
+            )
         with torch.no_grad():
             grad = self.weight.grad
             if self.fp8 is not None:
@@ -157,10 +171,11 @@ def split_linears(module: nn.Module, *, only: Callable[[str, nn.Linear], bool] |
     """Convert every ``nn.Linear`` of ``module`` in place.
 
     Args:
-        only: called with path and linear; False leaves it whole.
+        only: called with path and linear; False leaves it whole, for later calls too.
 
-    Returns: what was split, and what was not and why. A linear of a class with a ``forward`` of its own, one whose weight is a
-        ``DTensor`` (tensor parallel or sharded by FSDP), or is computed by a parametrization, is left whole.
+    Returns: what was split, and what was not and why. A linear of a class with a ``forward`` of its own, or whose weight is
+        computed by a parametrization or some subclass of ``nn.Parameter``, is left whole; one whose weight is a ``DTensor``
+        when it runs (tensor parallel, not FSDP's) runs whole.
     """
     split, left = [], {}
     for path, child in module.named_modules():
@@ -168,7 +183,7 @@ def split_linears(module: nn.Module, *, only: Callable[[str, nn.Linear], bool] |
             continue
         why = _left_whole(child)
         if why is None and only is not None and not only(path, child):
-            why = "left whole on request"
+            why = vars(child)["split_left"] = "left whole on request"
         if why is not None:
             left[f"{path}.weight"] = why
             continue
@@ -191,16 +206,18 @@ def _split(linear: nn.Linear) -> SplitLinear:
 
 
 def _left_whole(linear: nn.Linear) -> str | None:
+    if "split_left" in vars(linear):
+        return str(vars(linear)["split_left"])
     if isinstance(linear, SplitLinear):
         return None
     if type(linear).forward is not nn.Linear.forward:
         return "its class has a forward of its own"
+    if "forward" in vars(linear):  # a wrapper that holds the class's: the one that is called, whatever its class becomes
+        return "its forward was replaced before it was split"
     if hasattr(linear, "parametrizations"):
         return "its weight is computed by a parametrization"
-    if type(linear.weight) is not nn.Parameter:
+    if type(linear.weight) is not nn.Parameter and not isinstance(linear.weight, DTensor):  # which FSDP's is between steps
         return f"its weight is a {type(linear.weight).__name__}"
-    if hasattr(linear.weight, "placements") or type(linear.weight.data) is not torch.Tensor:
-        return "its weight is a DTensor"
     return None
 
 

@@ -25,6 +25,7 @@ from qeffect_lm.fp8.cache import LAYOUTS, WeightCache
 from qeffect_lm.fp8.gemm import accumulate_scaled_mm, scaled_mm
 from qeffect_lm.fp8.quantise import Quantised
 from qeffect_lm.fp8.recipes import DelayedScaling, roles_of
+from qeffect_lm.integrations.pipelining.sharded import storage, whole
 
 if TYPE_CHECKING:
     from qeffect_lm.integrations.pipelining.convert import SplitLinear, Tape
@@ -34,11 +35,14 @@ class FP8Linear:
     """One linear's FP8: operands by its recipe, its cached weight. x ``[tokens, in]``, dY ``[tokens, out]``."""
 
     def __init__(self, name: str, recipe: DelayedScaling, cached: Quantised, state: FP8State) -> None:
-        self.name, self.recipe, self.cached, self.state = name, recipe, cached, state
+        self.name, self.recipe, self.cached, self.state, self.ran = name, recipe, cached, state, False
 
     def forward(self, x: torch.Tensor, tape: Tape) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """F: the product, and what backward needs of x. Inside of I (activations made again) nothing is reported."""
         scope = None if tape.again else tape.scope
+        self.ran = True
+        if x.is_cuda and x.shape[0] % 16:
+            raise UsageError(f"{self.name}: a microbatch of {x.shape[0]} tokens; FP8 products on a GPU take multiples of 16")
         q = self.recipe.operand(self.name, "input", x.detach(), scope)
         weight = self._weight("rows", tape)
         assert q.rows is not None and q.columns is not None and weight.rows is not None
@@ -83,6 +87,8 @@ class FP8State:
     Args:
         linears: path in the whole model → converted linear, in any order.
         history: windows that a scale looks back.
+        idle: whether linears may be there that do not run in the first step (experts, say); else that is refused: a linear that
+            runs past its conversion would be in no FP8, and nobody would know.
         amax_group: ranks that share these scales (tensor or data parallel); their maxima are merged in the commit.
 
     Raises:
@@ -95,18 +101,22 @@ class FP8State:
         *,
         history: int = 16,
         margin: int = 0,
+        idle: bool = False,
         amax_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.linears, self._group = dict(linears), amax_group
-        self._history, self._margin = history, margin
+        self._history, self._idle = history, idle
         self.versions = WeightVersions([f"{name}.weight" for name in self.linears])
         roles = [role for name in self.linears for role in roles_of(name)]
         self.timeline = ScaleTimeline(roles, history=history, margin=margin)
         self.recipe = DelayedScaling()
         self.cache: WeightCache | None = None
         self.library: Any = None
+        self._masters: dict[str, torch.Tensor] = {}  # what the optimizer writes, which is not what runs under FSDP
         self._seen: dict[str, tuple[int, int]] = {}  # data pointer and autograd's version of what was cast
         self._skip = torch.zeros((), dtype=torch.bool)
+        self._ledger: Ledger | None = None  # once a step has run
+        self._loaded: dict[str, torch.Tensor] | None = None  # casts to come must equal these
 
     def prepare(self) -> None:
         """Storages on the weights' device, which is known once the model has been moved there."""
@@ -128,7 +138,7 @@ class FP8State:
         self._skip = self._skip.to(device)
         self.recipe.bind(self.timeline)
         sources = {
-            f"{name}.weight": (name, self.recipe, lambda linear=linear: linear.weight.detach())
+            f"{name}.weight": (name, self.recipe, lambda linear=linear: whole(linear.weight))
             for name, linear in self.linears.items()
         }
         self.cache = WeightCache(sources)
@@ -136,9 +146,11 @@ class FP8State:
             linear.fp8 = FP8Linear(name, self.recipe, self.cache.cached[f"{name}.weight"], self)
 
     def refresh(self, ledger: Ledger) -> None:
-        """Before a step: cast the weights, if any of them was written since the last cast."""
+        """Before a step, and before it is saved: cast the weights, if any of them was written since the last cast."""
         self.prepare()
+        self._ledger = ledger
         assert self.cache is not None
+        self._masters = {name: storage(linear.weight) for name, linear in self.linears.items()}
         now = {name: self._version(name) for name in self.linears}
         changed = [name for name in self.linears if self._seen.get(name) != now[name]]
         epoch = self.timeline.epochs[Direction.FORWARD]
@@ -158,8 +170,8 @@ class FP8State:
         return True
 
     def _version(self, name: str) -> tuple[int, int]:
-        weight = self.linears[name].weight
-        return weight.data_ptr(), weight._version
+        master = self._masters[name]
+        return master.data_ptr(), master._version
 
     def check_fresh(self, name: str) -> None:
         """Raises: StaleWeightError: the weight was written since it was cast."""
@@ -171,7 +183,18 @@ class FP8State:
             )
 
     def commit(self, ledger: Ledger) -> None:
-        """After the last W: merge the maxima over ``amax_group``, roll the histories, make the next scales."""
+        """After the last W: merge the maxima over ``amax_group``, roll the histories, make the next scales.
+
+        Raises:
+            UsageError: a linear did not run in its first step.
+        """
+        if not self._idle:
+            still = [name for name, linear in self.linears.items() if linear.fp8 is None or not linear.fp8.ran]
+            if still:
+                raise UsageError(
+                    f"{still[0]} ({len(still)} of {len(self.linears)}) is to multiply in FP8 and did not run so in "
+                    "this step: leave it whole, or say fp8={'idle': True} if it need not run"
+                )
         if self._group is not None:
             dist.all_reduce(self.timeline.open_amax, op=dist.ReduceOp.MAX, group=self._group)
         ledger.commit(self.timeline.epochs[Direction.FORWARD])
@@ -181,9 +204,14 @@ class FP8State:
     # ---- torch.distributed.checkpoint.stateful.Stateful --------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """``<path>/scale.<operand>`` (0-dim float32), ``<path>/amax_history.<operand>`` (float32 ``[history]``),
-        ``<path>/cached_weight`` (E4M3 ``[out, in]``), its inverse scale, and as int64 epochs and weight versions."""
+        """What the next step will use: weights that the optimizer wrote since the last one are cast first.
+
+        ``<path>/scale.<operand>`` (0-dim float32), ``<path>/amax_history.<operand>`` (float32 ``[history]``),
+        ``<path>/cached_weight`` (E4M3 ``[out, in]``), its inverse scale, and as int64 epochs and weight versions.
+        """
         self.prepare()
+        if self._ledger is not None and self._loaded is None:
+            self.refresh(self._ledger)
         assert self.cache is not None
         state: dict[str, Any] = {"epochs": torch.tensor([self.timeline.epochs[d] for d in Direction])}
         state["commits"] = torch.tensor(self.timeline.commits)
@@ -227,8 +255,6 @@ class FP8State:
             self.versions.versions[name] = int(state[f"{layer}/weight_version"]) - 1  # the cast to come counts once
         self._seen.clear()
         self._loaded = {name: state[f"{self.cache.layer_of(name)}/cached_weight"] for name in self.cache.names}
-
-    _loaded: dict[str, torch.Tensor] | None = None
 
     def check_cast(self) -> None:
         """After a resume's first cast: the cached weights have the saved bytes.

@@ -61,7 +61,11 @@ class GroupLine:
 
 
 class GroupTransport(Transport):
-    """A communicator of its own for each queue, made by its two ends alone."""
+    """A communicator of its own for each queue.
+
+    Its two ends make it by themselves. Where the default group is bound to a device, NCCL splits new groups from that one,
+    which all its ranks have to take part in: then all pipelines make all queues of all of them, in one order.
+    """
 
     def __init__(
         self, line: GroupLine, queues: Iterable[Queue], microbatches: int, timeout: float, device: torch.device
@@ -69,9 +73,19 @@ class GroupTransport(Transport):
         super().__init__(line, queues, microbatches * (MOST + 1), timeout, device)  # type: ignore[arg-type]
 
     def _make_group(self, queue: Queue) -> None:
-        ends = sorted((self._mesh.rank_at(pp=queue.src), self._mesh.rank_at(pp=queue.dst)))
-        if self._mesh.rank in ends:
-            self._groups[queue] = dist.new_group(ends, timeout=self._timeout, use_local_synchronization=True)
+        together = dist.distributed_c10d._get_default_group().bound_device_id is not None
+        for line in self._lines() if together else [self._mesh.ranks]:  # type: ignore[attr-defined]
+            ends = sorted((line[queue.src], line[queue.dst]))
+            if together or self._mesh.rank in ends:
+                group = dist.new_group(ends, timeout=self._timeout, use_local_synchronization=not together)
+                if self._mesh.rank in ends:
+                    self._groups[queue] = group
+
+    def _lines(self) -> list[list[int]]:
+        """The ranks of every pipeline, the same list on all ranks of the world."""
+        found: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(found, self._mesh.ranks)  # type: ignore[attr-defined]
+        return sorted({tuple(line): line for line in found}.values())
 
     def _connect(self, queue: Queue, device: torch.device) -> None:
         if queue in self._groups:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch.distributed.pipelining import PipelineStage
 
 from pipeline.actions import Action, Kind
 from pipeline.p2p import queues_of
@@ -28,6 +28,7 @@ from qeffect_lm.contract.ledger import Ledger, Mode, Scope
 from qeffect_lm.contract.timeline import Direction, ScaleTimeline
 from qeffect_lm.contract.versions import WeightVersions
 from qeffect_lm.errors import QEffectError, UsageError
+from qeffect_lm.integrations.pipelining import sharded
 from qeffect_lm.integrations.pipelining.convert import Tape, running, weight_grads
 from qeffect_lm.integrations.pipelining.fp8 import FP8State
 from qeffect_lm.integrations.pipelining.links import Border, GroupLine, GroupTransport, Meta
@@ -65,7 +66,7 @@ class Runner:
     """One rank's stages under a plan.
 
     Args:
-        modules: stage number → what gives its module now (a stage's module may be replaced, by torch.compile or FSDP).
+        stages: by stage number, torch's stages; their ``submod`` is asked for when it runs, as it may be replaced.
         loss_fn: ``(output, target, **loss_kwargs)`` → 0-dim loss; None: forward only.
         seed: what each microbatch's loss is multiplied with for its gradient.
         mode: ``enforce`` or ``off``.
@@ -75,7 +76,7 @@ class Runner:
         self,
         plan: Plan,
         line: GroupLine,
-        modules: Mapping[int, Callable[[], nn.Module]],
+        stages: Mapping[int, PipelineStage],
         device: torch.device,
         *,
         loss_fn: Callable[..., torch.Tensor] | None,
@@ -84,7 +85,7 @@ class Runner:
         mode: str = "enforce",
         timeout: float = 600.0,
     ) -> None:
-        self.plan, self.line, self.device, self._modules = plan, line, device, dict(modules)
+        self.plan, self.line, self.device, self._stages = plan, line, device, dict(stages)
         self.rank = line.coord("pp")
         self._loss_fn, self._seed, self.fp8 = loss_fn, seed, fp8
         timeline = ScaleTimeline([]) if fp8 is None else fp8.timeline
@@ -120,6 +121,8 @@ class Runner:
         results = Results()
         try:
             self.ledger.begin_step(self._step)
+            for stage in self._stages.values():
+                sharded.hold_back(stage.submod)
             for action in self.plan.actions[self.rank]:
                 self._do(action, batch, results, keep_outputs)
             for border in self._training.values():
@@ -143,12 +146,15 @@ class Runner:
             self._border(action.key[0] - 1, "F").post(action.key[1])
         elif kind is Kind.RECV_B:
             self._post_gradients(action)
+        elif kind is Kind.REDUCE:
+            for stage in self._stages.values():
+                sharded.reduce(stage)
         elif kind is Kind.COMMIT:
             if self.fp8 is not None:
                 self.fp8.commit(self.ledger)
             else:
                 self.ledger.commit(self.ledger.timeline.epochs[Direction.FORWARD])
-        # SEND_F and SEND_B are done where their results are at hand; REDUCE and STEP are the caller's
+        # SEND_F and SEND_B are done where their results are at hand; STEP is the caller's
 
     def _forward(self, action: Action, batch: Batch, results: Results, keep: bool) -> None:
         chunk, microbatch = action.key
@@ -156,8 +162,7 @@ class Runner:
             scope.retain(TAPE, tape)
             inputs, outputs, raw = self._call(chunk, microbatch, batch, tape, self._training, self._slots.i_slots.index)
             if chunk == self.plan.placement.num_chunks - 1:
-                with running(tape):
-                    loss = self._loss(raw, microbatch, batch)
+                loss = self._loss(raw, microbatch, batch)  # off the tape: a loss may run a backward of its own, in F
                 results.losses[microbatch] = loss.detach()
                 if keep:
                     results.outputs[microbatch] = _detached(raw)
@@ -175,7 +180,7 @@ class Runner:
             inputs = self._inputs(chunk, microbatch, borders, index)
             args = inputs
         with running(tape):
-            raw = self._modules[chunk]()(*args, **batch.kwargs[microbatch])
+            raw = self._stages[chunk].submod(*args, **batch.kwargs[microbatch])
         outputs = _tensors(raw) if chunk < self.plan.placement.num_chunks - 1 else ()
         for output in outputs:
             if not isinstance(output, torch.Tensor):
@@ -184,7 +189,7 @@ class Runner:
 
     def _inputs(self, chunk: int, microbatch: int, borders: dict, index: Mapping) -> tuple[torch.Tensor, ...]:
         """What the stage before made, as leaves of this stage's graph."""
-        if chunk - 1 in self._modules:
+        if chunk - 1 in self._stages:
             arrived = self._in.pop((chunk, microbatch))
             needs = tuple(t.requires_grad for t in arrived)
         else:
@@ -198,7 +203,7 @@ class Runner:
     def _deliver(self, chunk: int, microbatch: int, outputs: tuple[torch.Tensor, ...], borders: dict) -> None:
         if chunk == self.plan.placement.num_chunks - 1:
             return
-        if chunk + 1 in self._modules:
+        if chunk + 1 in self._stages:
             self._in[chunk + 1, microbatch] = outputs
         else:
             self._border(chunk, "F", borders).send(microbatch, outputs)
@@ -235,7 +240,7 @@ class Runner:
     def _output_grads(
         self, chunk: int, microbatch: int, outputs: tuple[torch.Tensor, ...]
     ) -> Sequence[torch.Tensor | None]:
-        if chunk + 1 in self._modules:
+        if chunk + 1 in self._stages:
             return self._dy.pop((chunk + 1, microbatch))
         metas = [Meta.of(out) for out in outputs]
         arrived = iter(self._gradient_border(chunk, metas).receive(microbatch))
@@ -246,7 +251,7 @@ class Runner:
         grads = [None if not t.requires_grad else torch.zeros_like(t) if t.grad is None else t.grad for t in inputs]
         for tensor in inputs:
             tensor.grad = None
-        if chunk - 1 in self._modules:
+        if chunk - 1 in self._stages:
             self._dy[chunk, microbatch] = tuple(grads)
         elif any(grad is not None for grad in grads):
             self._border(chunk, "B").send(microbatch, [grad for grad in grads if grad is not None])
@@ -254,6 +259,7 @@ class Runner:
     def _weight_grad(self, action: Action) -> None:
         with self._action("W", action) as (scope, _):
             weight_grads(scope.take_weight_grad(TAPE))
+        sharded.fold(self._stages[action.key[0]].submod)
 
     @contextmanager
     def _action(self, kind: str, action: Action) -> Iterator[tuple[Scope, Tape]]:
@@ -282,7 +288,7 @@ class Runner:
         results = Results()
         last = self.plan.placement.num_chunks - 1
         try:
-            for chunk in sorted(self._modules):
+            for chunk in sorted(self._stages):
                 for microbatch in range(self.plan.microbatches):
                     tape = Tape(again=True)
                     _, outputs, raw = self._call(chunk, microbatch, batch, tape, self._evaluating, {})
@@ -314,7 +320,7 @@ class Runner:
         if found is None:
             assert self._transport is not None
             other = chunk + (1 if direction == "F" else -1)
-            mine = chunk in self._modules
+            mine = chunk in self._stages
             reader = other if not mine else chunk
             slots = {m: i for (c, m), i in index.items() if c == reader}
             peer = self.plan.placement.ranks[other if mine else chunk]

@@ -26,7 +26,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage as TorchStage
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.nn.parallel import DistributedDataParallel
@@ -34,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline.plan import Plan, build_plan
 from pipeline.schedules import find_schedule
 from qeffect_lm.errors import UsageError
-from qeffect_lm.integrations.pipelining import torch_csv
+from qeffect_lm.integrations.pipelining import sharded, torch_csv
 from qeffect_lm.integrations.pipelining.convert import Conversion, SplitLinear, split_linears
 from qeffect_lm.integrations.pipelining.fp8 import FP8State, fp8_linears
 from qeffect_lm.integrations.pipelining.links import GroupLine
@@ -72,8 +71,8 @@ class PipelineSchedule(_PipelineSchedule):
         timeout: seconds to wait for a peer.
 
     Raises:
-        UsageError: stages that the schedule does not put on this rank; a module whose gradients are reduced by hooks of
-            autograd (DDP, FSDP): W is not autograd's.
+        UsageError: stages that the schedule does not put on this rank; a module in ``DistributedDataParallel``, which reduces
+            gradients when autograd makes them: W is not autograd's. (FSDP2 can be told to wait, and is.)
     """
 
     schedule_name: ClassVar[str | None] = None
@@ -108,6 +107,25 @@ class PipelineSchedule(_PipelineSchedule):
         self.fp8 = self._fp8_state(fp8)
         self.runner: Runner | None = None
         self.set_plan(plan if plan is not None else self._plan(name or self.schedule_name, n_microbatches, w_delay))
+
+    @classmethod
+    def in_place_of(cls, theirs: Any, **options: Any) -> PipelineSchedule:
+        """A schedule of ours over the stages of one of torch's, with its loss and settings; that one is not run.
+
+        Args:
+            theirs: made, not yet run.
+            options: of ours alone (``fp8``, ``contract``, ``plan``, …).
+        """
+        return cls(
+            list(getattr(theirs, "_stages", None) or [theirs._stage]),
+            theirs._n_microbatches,
+            theirs._loss_fn,
+            theirs._args_chunk_spec,
+            theirs._kwargs_chunk_spec,
+            theirs._output_merge_spec,
+            scale_grads=theirs.scale_grads,
+            **options,
+        )
 
     # ---- the plan ----------------------------------------------------------------------------------------------
 
@@ -146,7 +164,7 @@ class PipelineSchedule(_PipelineSchedule):
         self.runner = Runner(
             plan,
             self._line,
-            {stage.stage_index: lambda stage=stage: stage.submod for stage in self._stages},  # type: ignore[misc]
+            {stage.stage_index: stage for stage in self._stages},
             torch.device(self._stages[0].device),
             loss_fn=self._loss_fn,
             seed=1 / self._n_microbatches if self.scale_grads else 1.0,
@@ -185,11 +203,7 @@ class PipelineSchedule(_PipelineSchedule):
                 f"stage {stage.stage_index} is in DistributedDataParallel, which reduces a gradient when autograd makes it: W "
                 "is not autograd's. Give the module itself, and average the gradients over replicas after step()"
             )
-        if any(isinstance(part, FSDPModule) for part in module.modules()):
-            raise UsageError(
-                f"stage {stage.stage_index} is sharded by FSDP, which takes a gradient when autograd makes it: W is not "
-                "autograd's. Shard nothing within a pipeline: data_parallel_shard_degree 1"
-            )
+        sharded.check(module, stage.stage_index)
         return split_linears(module)
 
     def _fp8_state(self, fp8: bool | dict[str, Any]) -> FP8State | None:
@@ -203,8 +217,13 @@ class PipelineSchedule(_PipelineSchedule):
         return FP8State(linears, **(fp8 if isinstance(fp8, dict) else {}))
 
     def report(self) -> str:
-        """What is split and what is not, stage by stage."""
-        return "\n".join(f"stage {index}: {conversion}" for index, conversion in self.conversions.items())
+        """What is split and what is not, stage by stage; after a step also what turned out to run whole."""
+        lines = [f"stage {index}: {conversion}" for index, conversion in self.conversions.items()]
+        for stage in self._stages:
+            for path, module in stage.submod.named_modules():
+                if isinstance(module, SplitLinear) and module.split_seen_whole:
+                    lines.append(f"stage {stage.stage_index}: {path} ran whole: {module.split_seen_whole}")
+        return "\n".join(lines)
 
     # ---- what users call ---------------------------------------------------------------------------------------
 
