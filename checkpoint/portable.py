@@ -126,14 +126,17 @@ def main_dtype(items: Sequence[Item]) -> str:
     return count.most_common(1)[0][0] if count else "float32"
 
 
-def check_layers(where: str, layers: int, tensors: int) -> None:
-    """A model has more tensors than layers; asked first, since all else takes time and memory for each layer.
+def check_layers(where: str, section: Mapping[str, Any], tensors: int) -> None:
+    """A model has more tensors than layers, and than experts in all of them; asked first, since all else takes time and memory
+    for each.
 
     Raises:
         UsageError: it has not.
     """
-    if layers > tensors:
-        raise UsageError(f"{where} is said to have {layers} layers, and has {tensors} tensors")
+    layers, experts = section["num_layers"], (section.get("moe") or {}).get("num_experts") or 1
+    if layers * experts > tensors:
+        each = f" of {experts} experts each" if experts > 1 else ""
+        raise UsageError(f"{where} is said to have {layers} layers{each}, and has {tensors} tensors")
 
 
 def check_names(where: str, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:

@@ -70,6 +70,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"llama-{name}": ("LlamaConfig", {**_SIZES, **keys}) for name, keys in ROPES.items()},
     "mistral": ("MistralConfig", {**_SIZES, "sliding_window": None}),
     "mistral-window": ("MistralConfig", {**_SIZES, "sliding_window": 5, "head_dim": 12}),
+    "mixtral": ("MixtralConfig", {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.05}),
+    "mixtral-window": ("MixtralConfig", {**_SIZES, "sliding_window": 5, "head_dim": 12, "num_local_experts": 11}),
     "qwen2": ("Qwen2Config", _SIZES),
     "qwen2-window-tied": ("Qwen2Config", {**_SIZES, **_WINDOW, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {**_SIZES, "head_dim": 12}),
@@ -100,5 +102,36 @@ def tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del state["lm_head.weight"]
-    return state
+    return apart(state)
+
+
+_STACKS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+
+
+def apart(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Names and tensors as files have them: in memory a layer's experts are stacked."""
+    made = {}
+    for name, tensor in state.items():
+        at, found, kind = name.partition(".mlp.experts.")
+        if not found:
+            made[name.replace(".mlp.gate.", ".block_sparse_moe.gate.")] = tensor
+            continue
+        names = _STACKS[kind]
+        for e, expert in enumerate(tensor):
+            for part, rows in zip(names, expert.chunk(len(names)), strict=True):
+                made[f"{at}.block_sparse_moe.experts.{e}.{part}.weight"] = rows.clone()
+    return made
+
+
+def together(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inverse, for ``load_state_dict`` of ``model``."""
+    made = {}
+    for name in model.state_dict():
+        at, found, kind = name.partition(".mlp.experts.")
+        if found:
+            experts = [f"{at}.block_sparse_moe.experts.{e}" for e in range(model.config.num_local_experts)]
+            made[name] = torch.stack([torch.cat([state[f"{e}.{part}.weight"] for part in _STACKS[kind]]) for e in experts])
+        elif (there := name.replace(".mlp.gate.", ".block_sparse_moe.gate.")) in state:
+            made[name] = state[there]
+    return made
 

@@ -19,6 +19,7 @@ from qeffect_lm.errors import UsageError
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
@@ -44,6 +45,14 @@ _QWEN = {"use_sliding_window", "sliding_window", "max_window_layers", "layer_typ
 KEYS: dict[str, dict[str, tuple[str, Any]]] = {
     "llama": _LLAMA,
     "mistral": _OTHERS,
+    "mixtral": _OTHERS
+    | {
+        "max_position_embeddings": ("max_position_embeddings", 131072),
+        "norm_eps": ("rms_norm_eps", 1e-5),
+        "num_experts": ("num_local_experts", 8),
+        "top_k": ("num_experts_per_tok", 2),
+        "aux_loss_coef": ("router_aux_loss_coef", 0.001),
+    },
     "qwen2": _OTHERS,
     "qwen3": _OTHERS | {"head_dim": ("head_dim", 128)},
     "gpt2": {
@@ -59,11 +68,12 @@ KEYS: dict[str, dict[str, tuple[str, Any]]] = {
         "tie_word_embeddings": ("tie_word_embeddings", True),
     },
 }
-_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}  # where the key is absent
+_KV_HEADS = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32}  # where the key is absent
 # Keys besides those that a family reads.
 _MORE: dict[str, set[str]] = {
     "llama": {"attention_bias", "mlp_bias"},
     "mistral": {"sliding_window"},
+    "mixtral": {"sliding_window"},
     "qwen2": _QWEN,
     "qwen3": _QWEN | {"attention_bias"},
     "gpt2": set(),
@@ -86,7 +96,10 @@ _FIXED: dict[str, Any] = {
     "partial_rotary_factor": 1.0,
     "use_mrope": False,
     "chunk_size_feed_forward": 0,
+    "router_jitter_noise": 0.0,
 }
+_TRAINING = ("init_std", "aux_loss_coef")  # keys of ours that say nothing about the function
+_THETA = {"mixtral": 1e6}  # where no key gives one; else 10,000
 _ROPE = {"rope_theta", "rope_scaling", "rope_parameters"}
 _DROPOUT = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
 # About files, generation, training or classification: they travel with the original config.json and say nothing about ours.
@@ -94,7 +107,8 @@ _IGNORED = {
     "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_name_or_path", "architectures",
     "attn_implementation", "auto_map", "begin_suppress_tokens", "bos_token_id", "cross_attention_hidden_size",
     "decoder_start_token_id", "dtype", "eos_token_id", "experts_implementation", "finetuning_task", "id2label",
-    "is_decoder", "label2id", "model_type", "num_labels", "output_attentions", "output_hidden_states", "pad_token_id",
+    "is_decoder", "label2id", "model_type", "num_labels", "output_attentions", "output_hidden_states", "output_router_logits",
+    "pad_token_id",
     "prefix", "problem_type", "return_dict", "sep_token_id", "summary_activation", "summary_first_dropout",
     "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params", "tokenizer_class", "torch_dtype",
     "torchscript", "transformers_version", "use_cache",
@@ -136,25 +150,33 @@ def model_section(config: Mapping[str, Any]) -> Found:
     check_values(config, {theirs: ours for ours, (theirs, _) in KEYS[family].items()})
     _check_architecture(family, config)
     values = {ours: _value(config, theirs, absent) for ours, (theirs, absent) in KEYS[family].items()}
+    if values.get("top_k", 1) > values.get("num_experts", 1):
+        of = f"num_experts_per_tok = {values['top_k']} and num_local_experts = {values['num_experts']}"
+        raise UsageError(f"{of}: a token cannot take more experts than there are")
     if "num_key_value_heads" not in config:  # null is another thing: as many as there are heads
         values["num_kv_heads"] = _KV_HEADS.get(family)
     values["num_kv_heads"] = values.get("num_kv_heads") or values["num_heads"]
     values["ffn_size"] = values["ffn_size"] or 4 * values["hidden_size"]
     values["head_dim"] = values.get("head_dim") or _head_dim(values)
-    init_std = values.pop("init_std")
+    training = {key: float(values.pop(key)) for key in _TRAINING if key in values}
     values |= {**FAMILIES[family], "activation": _activation(family, values["activation"])}
     if "attention_bias" in _MORE[family]:
         values["attention_bias"] = "all" if config.get("attention_bias") else "none"
     if "mlp_bias" in _MORE[family]:
         values["mlp_bias"] = bool(config.get("mlp_bias"))
     window, full = _window(family, config, values["num_layers"])
-    theta, scaling = (10000.0, {"type": "none"}) if family == "gpt2" else _rope(config, values["max_position_embeddings"])
+    theta, scaling = (10000.0, {"type": "none"}) if family == "gpt2" else _rope(
+        config, values["max_position_embeddings"], _THETA.get(family, 10000.0)
+    )
     found = Description(
         family=family, sliding_window=window, max_window_layers=full, rope_theta=theta, rope_scaling=scaling, **values
     )
     given = [key for key in _DROPOUT if config.get(key)]
     dropped = [f"{key} {config[key]}: dropout is a setting of training; model.dropout is 0" for key in given]
-    return Found(found.section(init_std=float(init_std)), tuple(dropped))
+    section = found.section(init_std=training["init_std"])
+    if "aux_loss_coef" in training:
+        section["moe"]["aux_loss_coef"] = training["aux_loss_coef"]
+    return Found(section, tuple(dropped))
 
 
 def config_json(
@@ -176,7 +198,7 @@ def config_json(
     kept = {} if original is None else {k: v for k, v in original.items() if k not in _ROPE | _ALIASES.keys() | _QWEN}
     made: dict[str, Any] = {"architectures": [ARCHITECTURES[wanted.family]], "model_type": wanted.family}
     for ours, (theirs, _) in KEYS[wanted.family].items():
-        made[theirs] = section.get("init_std", 0.02) if ours == "init_std" else getattr(wanted, ours)
+        made[theirs] = _setting(section, ours) if ours in _TRAINING else getattr(wanted, ours)
     if "attention_bias" in _MORE[wanted.family]:
         made["attention_bias"] = wanted.attention_bias == "all"
     if "mlp_bias" in _MORE[wanted.family]:
@@ -190,6 +212,12 @@ def config_json(
 
 
 # ---- pieces ----------------------------------------------------------------------------------------------------
+
+
+def _setting(section: Mapping[str, Any], key: str) -> float:
+    """A setting of training that their configurations hold, too."""
+    given = section.get("init_std") if key == "init_std" else section.get("moe", {}).get(key)
+    return {"init_std": 0.02, "aux_loss_coef": 0.001}[key] if given is None else float(given)
 
 
 def _canonical(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,6 +268,8 @@ def _window(family: str, config: Mapping[str, Any], layers: int) -> tuple[int | 
         return None, 0
     if family == "mistral":
         return config.get("sliding_window", 4096), 0
+    if family == "mixtral":
+        return config.get("sliding_window"), 0
     types = config.get("layer_types")
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     given = config.get("max_window_layers")
@@ -252,7 +282,7 @@ def _window(family: str, config: Mapping[str, Any], layers: int) -> tuple[int | 
 
 
 def _window_keys(wanted: Description) -> dict[str, Any]:
-    if wanted.family == "mistral":
+    if wanted.family in ("mistral", "mixtral"):
         return {"sliding_window": wanted.sliding_window}
     if wanted.family == "llama":
         return {}
@@ -268,32 +298,32 @@ def _window_keys(wanted: Description) -> dict[str, Any]:
 # ---- rope ------------------------------------------------------------------------------------------------------
 
 
-def _rope(config: Mapping[str, Any], context: int) -> tuple[float, dict[str, Any]]:
-    """Theta and scaling, from whichever keys are there."""
+def _rope(config: Mapping[str, Any], context: int, usual: float) -> tuple[float, dict[str, Any]]:
+    """Theta (``usual`` where none is given) and scaling, from whichever keys are there."""
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     theta = config.get("rope_theta")
     readings = {}
     if new is not None:
-        readings["rope_parameters"] = _scaling("rope_parameters", new, theta, context)
+        readings["rope_parameters"] = _scaling("rope_parameters", new, usual if theta is None else theta, context)
     if old is not None:
-        readings["rope_scaling"] = _scaling("rope_scaling", old, theta, context)
+        readings["rope_scaling"] = _scaling("rope_scaling", old, usual if theta is None else theta, context)
     if len(readings) == 2 and readings["rope_parameters"] != readings["rope_scaling"]:
         raise UsageError(f"rope_parameters = {new!r} and rope_scaling = {old!r} disagree")
     if new is not None and theta is not None and readings["rope_parameters"][0] != float(theta):
         raise UsageError(f"rope_theta = {theta!r} and rope_parameters.rope_theta = {new.get('rope_theta')!r} disagree")
     if readings:
         return next(iter(readings.values()))
-    return float(10000.0 if theta is None else theta), {"type": "none"}
+    return float(usual if theta is None else theta), {"type": "none"}
 
 
-def _scaling(key: str, given: Mapping[str, Any], theta: Any, context: int) -> tuple[float, dict[str, Any]]:
+def _scaling(key: str, given: Mapping[str, Any], theta: float, context: int) -> tuple[float, dict[str, Any]]:
     check_values(given, {}, key)
     values = {name: value for name, value in given.items() if value is not None}
     kinds = {values.pop(name) for name in ("rope_type", "type") if name in values} or {"default"}
     if len(kinds) > 1:
         raise UsageError(f"{key}: rope_type and type disagree: {' and '.join(sorted(map(repr, kinds)))}")
     (kind,) = kinds
-    base = values.pop("rope_theta", 10000.0 if theta is None else theta)
+    base = values.pop("rope_theta", theta)
     if values.pop("partial_rotary_factor", 1.0) != 1.0:
         raise UsageError(f"{key}.partial_rotary_factor = {given['partial_rotary_factor']!r}: only 1.0 is supported")
     kind = "none" if kind == "default" else kind

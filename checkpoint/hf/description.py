@@ -13,6 +13,7 @@ from qeffect_lm.errors import UsageError
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"attention_bias": "none", "mlp_bias": False, "qk_norm": False, "activation": "silu"},
     "mistral": {"attention_bias": "none", "mlp_bias": False, "qk_norm": False, "activation": "silu"},
+    "mixtral": {"attention_bias": "none", "mlp_bias": False, "qk_norm": False, "activation": "silu"},
     "qwen2": {"attention_bias": "qkv", "mlp_bias": False, "qk_norm": False, "activation": "silu"},
     "qwen3": {"attention_bias": "none", "mlp_bias": False, "qk_norm": True, "activation": "silu"},
     "gpt2": {"attention_bias": "all", "mlp_bias": True, "qk_norm": False, "activation": "gelu_new"},
@@ -25,6 +26,7 @@ class Description:
 
     Attributes:
         rope_scaling: ``type`` and the parameters that are set; ``{"type": "none"}`` without a scaling.
+        num_experts, top_k: ``model.moe``'s; None in a family without experts.
     """
 
     family: str
@@ -46,11 +48,16 @@ class Description:
     rope_scaling: Mapping[str, Any]
     norm_eps: float
     tie_word_embeddings: bool
+    num_experts: int | None = None
+    top_k: int | None = None
 
     def section(self, **more: Any) -> dict[str, Any]:
         """The model section that says this, ready for a configuration; ``more``: keys that describe no function."""
         section = {field.name: getattr(self, field.name) for field in fields(self)}
         section["rope_scaling"] = dict(self.rope_scaling)
+        experts = {key: section.pop(key) for key in ("num_experts", "top_k")}
+        if self.num_experts is not None:
+            section["moe"] = experts
         for key, usual in FAMILIES[self.family].items():
             if section[key] == usual:
                 del section[key]
@@ -80,6 +87,8 @@ def describe(section: Mapping[str, Any], seq_len: int | None = None) -> Descript
     needed, optional = ROPE_KEYS[kind]
     kept = {key: scaling[key] for key in (*needed, *optional) if scaling.get(key) is not None}
     window = section.get("sliding_window")
+    if family == "mixtral":
+        settled |= _experts(section.get("moe") or {})
     return Description(
         family=family,
         vocab_size=section["vocab_size"],
@@ -98,6 +107,14 @@ def describe(section: Mapping[str, Any], seq_len: int | None = None) -> Descript
         tie_word_embeddings=bool(section.get("tie_word_embeddings", False)),
         **settled,
     )
+
+
+def _experts(moe: Mapping[str, Any]) -> dict[str, Any]:
+    if moe.get("num_experts") is None:
+        raise UsageError("model.moe.num_experts is null: family mixtral needs it")
+    if moe.get("norm_top_k") is False:
+        raise UsageError("model.moe.norm_top_k false: Hugging Face's Mixtral divides the weights of experts by their sum")
+    return {"num_experts": moe["num_experts"], "top_k": _given(moe, "top_k", 2)}
 
 
 def _given(section: Mapping[str, Any], key: str, otherwise: Any) -> Any:

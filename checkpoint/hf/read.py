@@ -33,7 +33,7 @@ def read_hf(path: Path, dtype: str | None = None) -> Model:
     folder = open_folder(path)
     with naming(path / CONFIG):
         found = model_section(folder.config)
-    check_layers(str(path), found.section["num_layers"], len(folder.tensors))
+    check_layers(str(path), found.section, len(folder.tensors))
     with naming(path):
         chosen = choose_tensors(found.section, folder.tensors)
         groups = tensor_groups(found.section)

@@ -6,6 +6,7 @@ one group at a time. Nothing computes: rows are taken apart and put together, an
     ours                                   theirs (llama and its kin)                    gpt2 (``Conv1D``: transposed)
     attention.qkv  per KV head q… k v      q_proj, k_proj, v_proj: all heads each        c_attn: all q, all k, all v
     mlp.gate_up    gate's rows, up's       gate_proj, up_proj                            (mlp.up: c_fc)
+    moe.experts.E.gate_up, down            block_sparse_moe.experts.E.w1 and w3, w2      (mixtral)
 """
 
 from __future__ import annotations
@@ -229,6 +230,9 @@ def _llama(model: Description) -> Iterator[Group]:
             for norm in ("q_norm", "k_norm"):
                 yield _same(f"{at}.attention.{norm}.weight", f"{attention}.{norm}.weight", (model.head_dim,))
         yield _same(f"{at}.mlp_norm.weight", f"{there}.post_attention_layernorm.weight", (h,))
+        if model.num_experts is not None:
+            yield from _experts(model, at, there)
+            continue
         for kind, rest in _kinds(model.mlp_bias, h):
             yield _stacked(f"{at}.mlp.gate_up.{kind}", [f"{there}.mlp.{part}_proj.{kind}" for part in ("gate", "up")], f, rest)
         for kind, rest in _kinds(model.mlp_bias, f):
@@ -236,6 +240,17 @@ def _llama(model: Description) -> Iterator[Group]:
     yield _same("final_norm.weight", "model.norm.weight", (h,))
     if not model.tie_word_embeddings:
         yield _same(HEAD, "lm_head.weight", (model.vocab_size, h))
+
+
+def _experts(model: Description, at: str, there: str) -> Iterator[Group]:
+    """As files hold them, one tensor an expert; in memory ``transformers`` stacks them."""
+    assert model.num_experts is not None
+    h, f, moe = model.hidden_size, model.ffn_size, f"{there}.block_sparse_moe"
+    yield _same(f"{at}.moe.router.weight", f"{moe}.gate.weight", (model.num_experts, h))
+    for e in range(model.num_experts):
+        mine, theirs = f"{at}.moe.experts.{e}", f"{moe}.experts.{e}"
+        yield _stacked(f"{mine}.gate_up.weight", [f"{theirs}.w1.weight", f"{theirs}.w3.weight"], f, (h,))
+        yield _same(f"{mine}.down.weight", f"{theirs}.w2.weight", (h, f))
 
 
 def _kinds(bias: bool, inputs: int) -> list[tuple[str, Shape]]:

@@ -46,6 +46,8 @@ _SAID: Mapping[Callable[[Any], bool], str] = {
 _KINDS: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("vocab_size", "hidden_size", "ffn_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"), is_size),
     **dict.fromkeys(("max_position_embeddings", "sliding_window", "original_max_position_embeddings"), is_size),
+    **dict.fromkeys(("num_experts", "top_k"), is_size),
+    "aux_loss_coef": is_number,
     "max_window_layers": is_count,
     **dict.fromkeys(("norm_eps", "init_std", "rope_theta", "partial_rotary_factor", "factor", "attention_factor"), is_number),
     **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"), is_number),

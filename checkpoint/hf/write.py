@@ -22,7 +22,7 @@ from checkpoint.digests import PIECE
 from checkpoint.fileops import FileOps, naming, write_all, write_file
 from checkpoint.hf.config import config_json
 from checkpoint.hf.folder import CONFIG, INDEX, SINGLE, Place, parse_header, parse_json
-from checkpoint.hf.order import module_order
+from checkpoint.hf.order import units
 from checkpoint.hf.read import HEADER, stated_dtype
 from checkpoint.hf.tensors import EMBEDDING, Group, choose_tensors, tensor_groups, to_theirs
 from checkpoint.native import checked
@@ -124,6 +124,8 @@ def _quantization(model: Model) -> dict[str, Any]:
     """
     if model.section["family"] == "gpt2":
         raise UsageError("--fp8: transformers has no FP8 form of gpt2's linears")
+    if model.section["family"] == "mixtral":
+        raise UsageError("--fp8: transformers stacks mixtral's experts, and has no FP8 form of them with a scale each")
     static = {scales.input is not None for scales in model.fp8.values()}
     if len(static) > 1:
         raise UsageError(f"{model.where}: some FP8 inputs have a scale and some have none")
@@ -164,16 +166,15 @@ def _shards(tensors: Kinds, limit: int) -> tuple[dict[str, bytes], dict[str, Pla
     """Fill files in the order of the state dict."""
     groups: list[list[str]] = []
     held = 0
-    for name in sorted(tensors, key=module_order):
-        dtype, shape = tensors[name]
-        size = Place("", dtype, shape, 0).nbytes
+    for unit in units(tensors):
+        size = sum(Place("", *tensors[name], 0).nbytes for name in unit)
         if size > limit:  # a file of its own, and the one being filled goes on behind it
-            groups.insert(len(groups) - bool(groups and held), [name])
+            groups.insert(len(groups) - bool(groups and held), unit)
             continue
         if not held or held + size > limit:
             groups.append([])
             held = 0
-        groups[-1].append(name)
+        groups[-1] += unit
         held += size
     heads: dict[str, bytes] = {}
     places: dict[str, Place] = {}

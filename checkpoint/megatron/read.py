@@ -65,7 +65,7 @@ def read_megatron(
     found = read_torch_dist(folder) if (folder / CONFIG).exists() else read_legacy(folder)
     where = str(folder)
     section = _section(found, section, vocab_size, where)
-    check_layers(where, section["num_layers"], len(found.parameters))
+    check_layers(where, section, len(found.parameters))
     wanted = {group.ours: group.shape for group in tensor_groups(section)}
     parameters = _by_our_names(found.parameters, where)
     _check(where, parameters, wanted)

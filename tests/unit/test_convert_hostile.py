@@ -54,6 +54,8 @@ def family_config(family: str) -> dict[str, Any]:
     section = {**SECTION, "family": family}
     if family in ("mistral", "qwen2"):
         section["sliding_window"] = 8
+    if family == "mixtral":
+        section["moe"] = {"num_experts": 4, "top_k": 2}
     if family == "gpt2":
         section |= {"num_kv_heads": 4, "activation": "gelu_new"}
     return section
@@ -64,13 +66,14 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 SIZES_GPT2 = ("vocab_size", "n_embd", "n_layer", "n_head", "n_inner")
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "gpt2"])
 def test_sizes_of_any_json_type(tmp_path: Path, family: str, capsys) -> None:
     """Whatever stands for a size: refused by its key, in no time, with no memory for a billion layers."""
     section = family_config(family)
     path = make_folder(tmp_path / "hf", random_tensors(section), config=config_json(section))
     config = json.loads((path / "config.json").read_text())
-    for key in SIZES_GPT2 if family == "gpt2" else (*SIZES, "head_dim"):
+    experts = ("num_local_experts", "num_experts_per_tok") if family == "mixtral" else ()
+    for key in SIZES_GPT2 if family == "gpt2" else (*SIZES, "head_dim", *experts):
         for value in ODD:
             (path / "config.json").write_text(json.dumps({**config, key: value}))
             assert run("hf", "hf", path, tmp_path / "out", "--dry-run") == 2, (key, value)

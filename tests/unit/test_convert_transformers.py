@@ -54,11 +54,15 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family: str) -> None:
             assert section[ours] == due, key
     rope = theirs.rope_parameters["rope_theta"] if family != "gpt2" else 10000.0
     assert section["rope_theta"] == rope and section["rope_scaling"] == {"type": "none"}
-    if family != "llama" and family != "gpt2":
+    if family == "mixtral":
+        assert section["moe"] == {"num_experts": 8, "top_k": 2, "aux_loss_coef": 0.001} and theirs.sliding_window is None
+        assert (theirs.num_local_experts, theirs.num_experts_per_tok, theirs.router_aux_loss_coef) == (8, 2, 0.001)
+        assert section["sliding_window"] is None
+    elif family != "llama" and family != "gpt2":
         assert section["sliding_window"] == theirs.sliding_window == 4096
         assert section["max_window_layers"] == getattr(theirs, "max_window_layers", 0)
-    if family.startswith("qwen") or family == "mistral":
-        assert section["num_kv_heads"] == theirs.num_key_value_heads == (8 if family == "mistral" else 32)
+    if family.startswith("qwen") or family in ("mistral", "mixtral"):
+        assert section["num_kv_heads"] == theirs.num_key_value_heads == (32 if family.startswith("qwen") else 8)
         few = {**sizes, "num_attention_heads": 16}
         assert model_section({"model_type": family, **few, "num_key_value_heads": None}).section["num_kv_heads"] == 16
         absent_kv = transformers.AutoConfig.for_model(family, **few).num_key_value_heads
