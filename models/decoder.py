@@ -14,7 +14,7 @@ from models.parts import CrossEntropyPart, EmbeddingPart, HeadPart
 from models.spec import Chunk, ParameterSpec, Part, Place, layer_range
 from qeffect_lm.errors import UsageError
 from qeffect_lm.fp8.recipes import Recipe
-from qeffect_lm.layers.base import Layer, SplitLayer
+from qeffect_lm.layers.base import Deferred, Layer
 from qeffect_lm.layers.context import LayerContext
 from qeffect_lm.layers.dropout import KeyedDropout
 from qeffect_lm.layers.linear import SplitLinear
@@ -38,7 +38,7 @@ class DecoderBlock(Layer):
         self.mlp_dropout = KeyedDropout(f"{name}.mlp_dropout", dropout)
 
     @property
-    def tail(self) -> SplitLayer | None:
+    def tail(self) -> Deferred | None:
         return self.mlp.tail
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
@@ -120,7 +120,9 @@ class Decoder:
             "mlp_norm": self.norm,
             "mlp": self.mlp,
         }
-        return [(part, self.place(f"layers.{layer}.{name}", layer)) for name, part in named.items()]
+        return [
+            (part, self.place(f"layers.{layer}.{getattr(part, 'slot', name)}", layer)) for name, part in named.items()
+        ]
 
     def parameters(self, layers: Sequence[int] | None = None) -> list[ParameterSpec]:
         """All parameters in global order (embedding, layers, final norm, head), or those of ``layers`` only."""

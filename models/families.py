@@ -13,6 +13,7 @@ from typing import Any
 from models.gpt2 import gpt2
 from models.llama import llama
 from models.mistral import mistral
+from models.mixtral import mixtral
 from models.qwen2 import qwen2
 from models.qwen3 import qwen3
 from qeffect_lm.errors import UsageError
@@ -20,7 +21,7 @@ from qeffect_lm.errors import UsageError
 Family = Callable[..., Any]  # (config, recipe, dtype) → a ModelSpec, most easily a Decoder
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "gpt2": gpt2}
+    {"llama": llama, "mistral": mistral, "mixtral": mixtral, "qwen2": qwen2, "qwen3": qwen3, "gpt2": gpt2}
 )
 GROUP = "qeffect_lm.families"  # of entry points
 _MEMBERS = ("hidden_size", "vocab_size", "num_layers", "parameters", "ties", "chunk", "meta_chunk")

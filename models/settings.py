@@ -24,11 +24,13 @@ def settled(
     qk_norm: Sequence[bool] = (False,),
     activation: Sequence[str] = ("silu",),
     window: bool = False,
+    experts: bool = False,
 ) -> dict[str, Any]:
     """The keys that null leaves to the family, settled: its first choice, or what the configuration says if the family has it.
 
     Args:
         window: whether the family knows ``model.sliding_window``.
+        experts: whether it has any (``model.moe``).
 
     Raises:
         UsageError: the configuration asks for something that the family does not have, by key.
@@ -45,6 +47,10 @@ def settled(
     if model.sliding_window is not None and not window:
         raise UsageError(
             f"model.sliding_window {model.sliding_window}: family {family} has no window; leave it null, or take another family"
+        )
+    if model.moe.num_experts is not None and not experts:
+        raise UsageError(
+            f"model.moe.num_experts {model.moe.num_experts}: family {family} has no experts; leave it null, or take mixtral"
         )
     return found
 

@@ -37,6 +37,7 @@ class ParameterSpec:
     axes: tuple[str | None, ...]
     embedding: bool = False  # a table of rows, of which a step uses a few
     matrices: tuple[RowBlock, ...] = ()  # of a hidden layer: its logical matrices, for optimizers of matrices
+    active: tuple[int, int] = (1, 1)  # of so many such parameters (the second) a token uses the first: experts
 
 
 @dataclass(frozen=True)

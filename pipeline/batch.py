@@ -33,7 +33,8 @@ class StepBuffers:
 
     Attributes:
         inputs: ``[m, b, s]`` int64 where the rank holds the first chunk, else None.
-        targets, loss_mask: ``[m, b, s]`` int64 and float32 where it holds the last, else None.
+        targets, loss_mask: ``[m, b, s]`` int64 and float32 where it holds the last, else None; the mask also where ``masked``,
+            on stages whose own losses count valid tokens.
         keys: ``[m]`` int64, the random key of every microbatch: of its place in the step over all replicas, so that the same
             samples draw the same numbers whatever the number of replicas.
         divisor: 0-dim, the step's number of valid tokens.
@@ -49,6 +50,7 @@ class StepBuffers:
         seed: int,
         replica: int,
         replicas: int,
+        masked: bool = False,
     ) -> None:
         self.divisor, self.shape = divisor, shape
         self._seed, self._replica, self._replicas = seed, replica, replicas
@@ -59,7 +61,7 @@ class StepBuffers:
         self.keys = torch.zeros(shape[0], dtype=torch.int64, device=divisor.device)
         self.inputs = made(torch.int64) if first else None
         self.targets = made(torch.int64) if last else None
-        self.loss_mask = made(torch.float32) if last else None
+        self.loss_mask = made(torch.float32) if last or masked else None
 
     def load(self, step: int, batch: StepInput) -> None:
         """Stage ``batch`` for optimizer step ``step``. On a GPU the host does not wait for the copies.

@@ -38,8 +38,9 @@ def _calibrate(engine: Engine, batch: StepInput) -> None:
         else:
             engine.fetch(slots, index, "F")
         if stage.last:
-            assert slot.context.targets is not None and slot.context.loss_mask is not None
+            assert slot.context.targets is not None
             slot.context.targets.copy_(batch.targets[0])
+        if slot.context.loss_mask is not None:
             slot.context.loss_mask.copy_(batch.loss_mask[0])
         stage.forward(slot, None)
         engine.deliver(slots, index, "F")

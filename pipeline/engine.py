@@ -331,9 +331,10 @@ class Engine:
             assert inputs.inputs is not None
             slot.x.copy_(inputs.inputs[microbatch])
         if stage.last:
-            assert context.targets is not None and context.loss_mask is not None
-            assert inputs.targets is not None and inputs.loss_mask is not None
+            assert context.targets is not None and inputs.targets is not None
             context.targets.copy_(inputs.targets[microbatch])
+        if context.loss_mask is not None:
+            assert inputs.loss_mask is not None
             context.loss_mask.copy_(inputs.loss_mask[microbatch])
 
     def _place(self, action: Action) -> tuple[Stage, int, MicrobatchSlot]:

@@ -16,6 +16,7 @@ from qeffect_lm.contract.ledger import Scope
 from qeffect_lm.layers.base import autograd_parameters, named_parameters, split_layers
 from qeffect_lm.layers.context import LayerContext, Phase
 from qeffect_lm.layers.joined import JoinedBuffers, JoinedPlace
+from qeffect_lm.layers.moe import mixtures
 
 
 @dataclass
@@ -92,6 +93,7 @@ class Stage:
     ) -> None:
         self.chunk, self.index, self.first, self.last = chunk, index, first, last
         self.shape, self.divisor, self.device = shape, divisor, torch.device(device)
+        self.masked = last or bool(mixtures(chunk))  # its losses count valid tokens only: the last chunk's, and routers'
         self._split = split_layers(chunk)
         self._cheap = list(autograd_parameters(chunk))
         self._main_grads = main_grads
@@ -120,7 +122,7 @@ class Stage:
             key=torch.zeros((), dtype=torch.int64, device=device),
             divisor=self.divisor,
             targets=torch.zeros(tokens, dtype=torch.int64, device=device) if self.last else None,
-            loss_mask=torch.zeros(tokens, device=device) if self.last else None,
+            loss_mask=torch.zeros(tokens, device=device) if self.last or (self.masked and phase is not Phase.EVAL) else None,
             anchor=torch.zeros((), device=device, requires_grad=True) if self.first else None,
         )
         slot = MicrobatchSlot(

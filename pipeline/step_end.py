@@ -34,6 +34,8 @@ class StepResult:
         lr: learning rate of the step.
         skipped: nothing was updated, since a gradient, an amax or the loss was not finite, or since loss or norm spiked.
         reason: why (int64), as :func:`~qeffect_lm.optim.spikes.reason_text` says it; 0 where nothing was skipped.
+        routing: ``[layers, 2 + experts]`` float64, of models with experts: both losses of each layer's router, before their
+            coefficients, and the valid tokens of each expert (:class:`~qeffect_lm.layers.router.Router`).
     """
 
     loss: torch.Tensor
@@ -41,10 +43,15 @@ class StepResult:
     lr: torch.Tensor
     skipped: torch.Tensor
     reason: torch.Tensor
+    routing: torch.Tensor | None = None
 
 
 class StepEnd:
-    """State and work of the step's end on one rank."""
+    """State and work of the step's end on one rank.
+
+    Args:
+        routing: what this rank's routers sum up, a row for each decoder layer (of others' zeros); of one shape on all ranks.
+    """
 
     def __init__(
         self,
@@ -58,6 +65,7 @@ class StepEnd:
         microbatches: int,
         gate: SpikeGate | None = None,
         tied: TiedWeights | None = None,
+        routing: torch.Tensor | None = None,
     ) -> None:
         device = flat.device
         self._mesh, self._flat, self._optimizer = mesh, flat, optimizer
@@ -67,15 +75,19 @@ class StepEnd:
         self._exchange = None if flat.buckets is None else ShardExchange(flat, mesh)
         self._sums = BlockSums(flat, order, mesh.coord("pp"))
         self._norm = TotalNorm(order, device)
-        blocks = order.padded_blocks
+        self._blocks = order.padded_blocks
         wide = torch.float64
+        self.routing = torch.zeros(0, 0, dtype=wide, device=device) if routing is None else routing
+        self.routed = torch.zeros_like(self.routing)  # of all stages and replicas
+        more = self.routing.numel()
         self.losses = torch.zeros(microbatches, dtype=wide, device=device)  # per microbatch, on the last stage
-        self._mine = torch.zeros(2, dtype=wide, device=device)  # this replica's loss and number of non-finite amax
-        self._replicas = torch.zeros(mesh.size("dp"), 2, dtype=wide, device=device)
-        # One row per stage: block sums, number of non-finite amax slots, loss.
-        self._row = torch.zeros(blocks + 2, dtype=wide, device=device)
+        # This replica's routing, number of non-finite amax and loss.
+        self._mine = torch.zeros(more + 2, dtype=wide, device=device)
+        self._replicas = torch.zeros(mesh.size("dp"), more + 2, dtype=wide, device=device)
+        # One row per stage: block sums, routing, number of non-finite amax slots, loss.
+        self._row = torch.zeros(self._blocks + more + 2, dtype=wide, device=device)
         self._stage_row = torch.zeros_like(self._row)  # with sharded gradients: block sums of all replicas
-        self._rows = torch.zeros(mesh.size("pp"), blocks + 2, dtype=wide, device=device)
+        self._rows = torch.zeros(mesh.size("pp"), self._row.numel(), dtype=wide, device=device)
         self.apply = torch.ones((), dtype=torch.bool, device=device)
         self.reason = torch.zeros((), dtype=torch.int64, device=device)
         self.skip = torch.zeros((), dtype=torch.bool, device=device)
@@ -134,7 +146,7 @@ class StepEnd:
         row = self._row
         if self._exchange is not None:
             row = self._stage_row.copy_(row)
-            self._exchange.sum_(row[:-2])
+            self._exchange.sum_(row[: self._blocks])
         gather_rows(self._rows, row, self._mesh, "pp")
 
     def share_(self) -> None:
@@ -148,25 +160,28 @@ class StepEnd:
     # ---- device work ------------------------------------------------------------------------------------------
 
     def sum_losses_(self) -> None:
-        """Per-microbatch losses, added in microbatch order, and this replica's count of non-finite amax."""
+        """Per-microbatch losses, added in microbatch order, and this replica's routing and count of non-finite amax."""
         self._mine.zero_()
+        self._mine[:-2].copy_(self.routing.reshape(-1))
         for microbatch in range(self.losses.shape[0]):
-            self._mine[0].add_(self.losses[microbatch])
-        self._timeline.non_finite_(self._mine[1])
+            self._mine[-1].add_(self.losses[microbatch])
+        self._timeline.non_finite_(self._mine[-2])
 
     def local_sums_(self) -> None:
-        """This stage's block sums, its count of non-finite amax and its loss over all replicas, into the row to be gathered."""
-        self._row[:-2].copy_(self._sums.compute_())
+        """This stage's block sums, its routing, count of non-finite amax and loss over all replicas, into the row to be
+        gathered."""
+        self._row[: self._blocks].copy_(self._sums.compute_())
         total = self._replicas[0].clone()
         for rank in range(1, self._replicas.shape[0]):
             total.add_(self._replicas[rank])
-        self._row[-2].copy_(total[1])
-        self._row[-1].copy_(total[0])
+        self._row[self._blocks :].copy_(total)
 
     def optimizer_step_(self) -> None:
         """Vote, norm, clip, update, and the cast of the compute-dtype parameters. Equal rows give equal decisions."""
-        self._norm.gathered.copy_(self._rows[:, :-2])
+        self._norm.gathered.copy_(self._rows[:, : self._blocks])
         norm = self._norm.reduce_()
+        if self.routed.numel():
+            self.routed.copy_(self._rows[:, self._blocks : -2].sum(dim=0).view_as(self.routed))
         self.loss.copy_(self._rows[:, -1].sum())
         bad = self._rows[:, -2].sum()
         finite = torch.isfinite(norm) & torch.isfinite(self.loss) & (bad == 0)
@@ -195,4 +210,5 @@ class StepEnd:
         self._cache.refresh_()
 
     def result(self) -> StepResult:
-        return StepResult(self.loss, self._norm.norm, self._optimizer.lr, self.skip, self.reason)
+        routed = self.routed if self.routed.numel() else None
+        return StepResult(self.loss, self._norm.norm, self._optimizer.lr, self.skip, self.reason, routed)

@@ -70,13 +70,33 @@ class RopeScalingConfig(Section):
     )
 
 
+class MoEConfig(Section):
+    """mixture of experts in every decoder layer (docs/moe.md)"""
+
+    num_experts: int | None = _key(
+        None, "Experts of a layer, each with the width model.ffn_size; null: none, a dense MLP.", on_resume="refuse",
+        unit="experts", ge=1,
+    )  # fmt: skip
+    top_k: int = _key(2, "Experts of a token; none drops any.", on_resume="refuse", unit="experts", ge=1)
+    norm_top_k: bool = _key(
+        True, "Whether the weights of a token's experts are divided by their sum.", on_resume="refuse"
+    )
+    aux_loss_coef: float = _key(
+        0.001, "Coefficient of the load-balancing loss, a mean over layers; 0: none.", on_resume="warn", ge=0
+    )
+    z_loss_coef: float = _key(
+        0.0, "Coefficient of the z-loss, the mean squared logsumexp of router logits, a mean over layers; 0: none.",
+        on_resume="warn", ge=0,
+    )  # fmt: skip
+
+
 class ModelConfig(Section):
     """the decoder"""
 
     family: str = _key(
         "llama",
-        "Model family: llama, mistral, qwen2, qwen3, gpt2, one of an installed package, or module:function of your own "
-        "(docs/extending.md).",
+        "Model family: llama, mistral, mixtral, qwen2, qwen3, gpt2, one of an installed package, or module:function of "
+        "your own (docs/extending.md).",
         on_resume="refuse",
         min_length=1,
     )
@@ -106,7 +126,7 @@ class ModelConfig(Section):
         unit="features",
         ge=1,
     )
-    ffn_size: int = _key(..., "Inner width of the MLP.", on_resume="refuse", unit="features", ge=1)
+    ffn_size: int = _key(..., "Inner width of the MLP, or of one expert.", on_resume="refuse", unit="features", ge=1)
     activation: Literal["silu", "gelu", "gelu_new", "relu"] | None = _key(
         None, "The MLP's activation, in Hugging Face's words; null: the family's.", on_resume="refuse"
     )
@@ -120,7 +140,7 @@ class ModelConfig(Section):
     )
     sliding_window: int | None = _key(
         None,
-        "Tokens that a token sees, itself included; null: all before it. mistral, qwen2, qwen3.",
+        "Tokens that a token sees, itself included; null: all before it. mistral, mixtral, qwen2, qwen3.",
         on_resume="refuse",
         unit="tokens",
         ge=1,
@@ -137,6 +157,7 @@ class ModelConfig(Section):
     )
     rope_theta: float = _key(10000.0, "Base of the RoPE frequencies.", on_resume="refuse", gt=0)
     rope_scaling: RopeScalingConfig = Field(default_factory=RopeScalingConfig)
+    moe: MoEConfig = Field(default_factory=MoEConfig)
     norm_eps: float = _key(1e-5, "Added to the mean square (LayerNorm: the variance) inside a norm.", on_resume="refuse", gt=0)
     dropout: float = _key(
         0.0, "Probability of dropping a feature of a residual branch.", on_resume="warn", ge=0, lt=1
@@ -201,6 +222,9 @@ def check_model(config: Config) -> Iterator[str]:
             f"data.seq_len {config.data.seq_len} is longer than model.max_position_embeddings {declared}: shorten it, "
             "raise that, or scale with model.rope_scaling.type=dynamic"
         )
+    experts = model.moe.num_experts
+    if experts is not None and model.moe.top_k > experts:
+        yield f"model.moe.top_k {model.moe.top_k} is more than model.moe.num_experts {experts}: lower it"
     yield from _check_rope(model)
     yield from _check_recompute(model)
 

@@ -12,6 +12,7 @@ With recompute W's operands come into being in I, and I holds the activations of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -21,6 +22,7 @@ from models import build_model
 from pipeline.actions import Kind
 from pipeline.plan import Plan
 from qeffect_lm.config import Config
+from qeffect_lm.layers.grouped import ExpertLinear
 from qeffect_lm.layers.linear import SplitLinear
 
 _RESIDUAL = ("out", "down")  # products whose output is added to the residual stream
@@ -41,8 +43,16 @@ def layer_bytes(config: Config, block: torch.nn.Module, mode: str, item: int) ->
     model = config.model
     tokens = config.data.seq_len * config.data.microbatch_size
     linears = [module for module in block.modules() if isinstance(module, SplitLinear)]
-    kept = sum(linear.out_features for linear in linears if linear.name.rpartition(".")[2] not in _RESIDUAL)
-    operands = sum((part.in_features + part.out_features) * (item if part.recipe is None else 1) for part in linears)
+
+    def rows(linear: SplitLinear) -> float:
+        """Of an expert on average, for each token."""
+        return linear.share if isinstance(linear, ExpertLinear) else 1
+
+    def elements(features: Callable[[SplitLinear], float]) -> int:
+        return round(sum(rows(linear) * features(linear) for linear in linears))
+
+    kept = elements(lambda linear: linear.out_features if linear.name.rpartition(".")[2] not in _RESIDUAL else 0)
+    operands = elements(lambda part: (part.in_features + part.out_features) * (item if part.recipe is None else 1))
     selective = 2 * model.hidden_size + kept
     everything = selective + 4 * model.num_heads * model.head_dim
     held = {"none": everything, "selective": selective, "full": model.hidden_size}[mode]

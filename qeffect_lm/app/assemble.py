@@ -31,6 +31,7 @@ from pipeline.step_end import StepEnd
 from pipeline.tied import TIED, TiedWeights
 from qeffect_lm import __version__
 from qeffect_lm.app import optimizer as optimizers
+from qeffect_lm.app.counts import routing_sums
 from qeffect_lm.config import Config
 from qeffect_lm.contract.grads import GradSlot, GradSlots
 from qeffect_lm.contract.ledger import Ledger, Mode
@@ -51,6 +52,7 @@ from qeffect_lm.layers import te
 from qeffect_lm.layers.attention import bind_attention
 from qeffect_lm.layers.base import direct_layers, named_parameters
 from qeffect_lm.layers.linear import SplitLinear, bind_products
+from qeffect_lm.layers.moe import bind_experts, bind_statistics
 from qeffect_lm.optim.base import Optimizer
 from qeffect_lm.optim.flat import FlatBuffers, ParamSpec, Shard
 from qeffect_lm.optim.norm import BlockOrder
@@ -286,6 +288,10 @@ def assemble(
         for chunk in chunks.values():
             bind_products(chunk, products)
             bind_attention(chunk, attention)
+            bind_experts(chunk)
+    routing = routing_sums(model.num_layers, specs.values(), device)
+    for chunk in chunks.values():
+        bind_statistics(chunk, routing)
     hidden: dict[str, torch.Tensor] = {}
     if library is not None and isinstance(cache, te.TEWeightCache):
         shape = (config.data.microbatch_size, config.data.seq_len)
@@ -311,6 +317,7 @@ def assemble(
         microbatches=plan.microbatches,
         gate=gate,
         tied=tied,
+        routing=routing,
     )
     divisor = torch.ones((), dtype=torch.float64 if dtype is torch.float64 else torch.float32, device=device)
     stages = _stages(config, plan, mesh, chunks, flat, divisor, dtype)
@@ -322,6 +329,7 @@ def assemble(
         seed=config.run.seed,
         replica=mesh.coord("dp"),
         replicas=mesh.size("dp"),
+        masked=any(stage.masked for stage in stages.values()),
     )
     transport = None
     if plan.num_ranks > 1:

@@ -16,6 +16,7 @@ from qeffect_lm.app import optimizer as optimizers
 from qeffect_lm.app.activations import activations, recompute_note
 from qeffect_lm.app.assemble import DTYPES, check_supported, make_plan, make_recipe, param_specs, shard_of
 from qeffect_lm.app.auto_plan import decide, explain, needs_profile
+from qeffect_lm.app.counts import active_parameters, flop_per_token
 from qeffect_lm.app.profile import made_up_batch, profile
 from qeffect_lm.app.sources import check_tokenizer
 from qeffect_lm.config import Config
@@ -36,13 +37,16 @@ def describe(config: Config, gradients: bool = False) -> str:
     model = build_model(config, make_recipe(config), DTYPES[config.precision.dtype])
     specs = {spec.name: spec for spec in model.parameters()}
     counts = config.chunk_layers(plan.placement.num_chunks)
-    total = sum(prod(spec.shape) for spec in specs.values())
+    total, active = sum(prod(spec.shape) for spec in specs.values()), active_parameters(specs.values())
+    used = [f"of them {active:,} take part in a token: of experts those that it goes through"] if active < total else []
     tokens = config.data.seq_len * config.data.microbatch_size * plan.microbatches * config.parallel.dp
     result = simulate(plan, 1.0, 1.0, 1.0, 0.0)
     parts = [
         "configuration (resolved)",
         _indent(config.dump_yaml()),
         f"parameters: {total:,} in {len(specs)} tensors, decoder layers per chunk {counts}",
+        *used,
+        f"model FLOP per token, forward and backward: {flop_per_token(config, specs.values()):.4g}",
         f"tokens per step: {tokens:,}; {config.train.steps:,} steps, {tokens * config.train.steps:,} tokens",
         "",
         f"plan {plan.fingerprint()[:16]}",

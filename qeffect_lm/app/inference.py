@@ -30,6 +30,7 @@ from qeffect_lm.kernels.cublaslt import CublasLt
 from qeffect_lm.layers.attention import Attention, bind_attention, bind_step_tables
 from qeffect_lm.layers.base import named_parameters
 from qeffect_lm.layers.linear import SplitLinear, bind_products
+from qeffect_lm.layers.moe import bind_experts, mixtures
 from qeffect_lm.state import LogicalTensor, Role
 from qeffect_lm.units import format_bytes
 
@@ -141,7 +142,7 @@ def build(config: Config, weights: Weights, context: int | None = None) -> Infer
     timeline = make_timeline(config, recipe, list(linears.values()), device)
     if isinstance(weights, SavedWeights) and isinstance(recipe, DelayedScaling):
         _load_scales(weights.checkpoint, timeline.logical_tensors())
-    tensors = {"scale": timeline.scale}
+    tensors = {"scale": timeline.scale} | ({"history": timeline.history} if mixtures(chunk) else {})
     made: dict[str, torch.Tensor] = {}
     for name, parameter in named_parameters(chunk):
         linear, shape = linears.get(name), tuple(parameter.shape)
@@ -158,6 +159,8 @@ def build(config: Config, weights: Weights, context: int | None = None) -> Infer
             tensors[source] = made[source]
         parameter.data = made[source]
     bind_step_tables(chunk)
+    if device.type == "cuda":
+        bind_experts(chunk)
     for place, module in chunk.named_modules():
         for attribute, buffer in module._buffers.items():
             if buffer is not None:
@@ -174,13 +177,21 @@ def build(config: Config, weights: Weights, context: int | None = None) -> Infer
         vocab_size=config.model.vocab_size,
         token_bytes=sum(2 * m.kv_heads * m.head_dim for m in chunk.modules() if isinstance(m, Attention)) * dtype.itemsize,
         caches=bool(attention) and all(layer.caches for layer in attention),
-        alone=isinstance(recipe, CurrentScaling),
+        alone=isinstance(recipe, CurrentScaling) or _unseen(chunk, recipe),
         tensors=tensors,
     )
 
 
+def _unseen(chunk: nn.Module, recipe: object) -> bool:
+    """Whether an expert's rows have had no amax yet: they are scaled by their own, and so by what lies beside a sequence."""
+    if not isinstance(recipe, DelayedScaling):
+        return False
+    experts = [expert.gate_up.name for moe in mixtures(chunk) for expert in moe.experts]  # type: ignore[union-attr]
+    return any(not bool(recipe.timeline.history_of(f"{name}.input").any()) for name in experts)
+
+
 def _load_scales(checkpoint: Checkpoint, items: list[LogicalTensor]) -> None:
-    scales = [item for item in items if item.role is Role.SCALE]
+    scales = [item for item in items if item.role in (Role.SCALE, Role.AMAX_HISTORY)]
     if scales and scales[0].name not in checkpoint.manifest.tensors:
         raise UsageError(
             f"{checkpoint.path} holds no FP8 scales (an imported model that was not trained yet): add --no-fp8 to run it "

@@ -22,6 +22,7 @@ from pipeline.measure import Meter, latency
 from qeffect_lm import __version__
 from qeffect_lm.app.assemble import Assembly, assemble, check_supported, device_of
 from qeffect_lm.app.auto_plan import agree_on_plan, choose_plan
+from qeffect_lm.app.counts import active_parameters
 from qeffect_lm.app.recording import Recorder
 from qeffect_lm.app.resuming import branch_of, check_config, find_checkpoint, plan_of, restore_run
 from qeffect_lm.app.saving import Saver
@@ -38,6 +39,7 @@ from qeffect_lm.runtime.loop import Outcome, Parts, train
 from qeffect_lm.runtime.metrics import MetricsWriter, StepMetrics, Value
 from qeffect_lm.runtime.progress import Progress
 from qeffect_lm.runtime.rng import seed_generators
+from qeffect_lm.runtime.routing import routing_metrics
 from qeffect_lm.runtime.wandb_logger import WandbLogger
 
 SAVE_FAILED = 4  # in the agreement on going on: more than any reason to stop
@@ -174,13 +176,15 @@ def exit_code(config: Config, env: LaunchEnv, stopped: bool) -> int:
 def describe_run(run: Run) -> str:
     """One line of what is about to train."""
     config, plan = run.config, run.assembly.plan
-    parameters = sum(prod(spec.shape) for spec in run.assembly.model.parameters())
+    specs = run.assembly.model.parameters()
+    total, active = sum(prod(spec.shape) for spec in specs), active_parameters(specs)
+    parameters = f"{total:,} parameters" + (f" ({active:,} of them active)" if active < total else "")
     tokens = config.data.seq_len * config.data.microbatch_size * plan.microbatches * config.parallel.dp
     layout = " ".join(f"{axis}={size}" for axis, size in run.layout().items() if size > 1) or "one process"
     fp8 = config.precision.fp8
     numbers = config.precision.dtype if fp8.recipe == "none" else f"FP8 {fp8.recipe} ({fp8.window})"
     return (
-        f"{config.run.name}: {parameters:,} parameters, {numbers}, {layout}, {plan.schedule} with {plan.microbatches} "
+        f"{config.run.name}: {parameters}, {numbers}, {layout}, {plan.schedule} with {plan.microbatches} "
         f"microbatches, {tokens:,} tokens per step, {config.graphs.backend}, contract {config.contract.mode}"
     )
 
@@ -317,6 +321,7 @@ def _drive(
         report=lambda metrics: [sink(metrics) for sink in sinks],
         watch=run.watch,
         record=run.recorder.record,
+        describe=lambda result: routing_metrics(result.routing),
     )
     try:
         outcome = train(config, parts, run.start, run.tokens)

@@ -40,8 +40,8 @@ def saved_config(checkpoint: Checkpoint, family: str | None = None) -> dict[str,
         family: a ``module:function`` that the user has named: code that a checkpoint names is not run because it says so.
 
     Raises:
-        CheckpointError: there is none; its model is made by a function that the user has not named; or it has more layers than
-            there are tensors: models are made layer by layer.
+        CheckpointError: there is none; its model is made by a function that the user has not named; or it has more layers, or
+            experts in them, than there are tensors: models are made layer by layer.
     """
     saved = checkpoint.meta.get("config")
     if not isinstance(saved, dict) or not all(isinstance(values, dict) for values in saved.values()):
@@ -50,6 +50,13 @@ def saved_config(checkpoint: Checkpoint, family: str | None = None) -> dict[str,
     if isinstance(layers, int) and layers > tensors:
         raise CheckpointError(
             f"{checkpoint.path}: the saved configuration has {shown(str(layers))} layers, and there are {tensors} tensors"
+        )
+    moe = saved.get("model", {}).get("moe")
+    experts = moe.get("num_experts") if isinstance(moe, dict) else None
+    if isinstance(experts, int) and isinstance(layers, int) and layers * experts > tensors:
+        raise CheckpointError(
+            f"{checkpoint.path}: the saved configuration has {shown(str(experts))} experts a layer, and there are {tensors} "
+            "tensors"
         )
     if own_family(saved) not in (None, family):
         raise CheckpointError(

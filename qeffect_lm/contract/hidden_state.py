@@ -95,6 +95,20 @@ HIDDEN_STATE: tuple[HiddenState, ...] = (
         "made before any capture, declared by each of its operations",
         "not saved: scratch",
     ),
+    HiddenState(
+        "router sums: losses, tokens of each expert",
+        "step_end",
+        "writers per step",
+        "fixed storage, beta baked",
+        "not saved: beta 0 starts a step",
+    ),
+    HiddenState(
+        "addresses of experts' weights, caches and gradients",
+        "layers",
+        "constant",
+        "made before any capture; what they point to stays",
+        "not saved: follow from the storages",
+    ),
     HiddenState("RoPE tables", "layers", "constant", "fixed storage", "not saved: from the config"),
     HiddenState("random generators", "process", "position", "drawing is a CaptureError", "saved, restored last"),
     HiddenState(

@@ -113,6 +113,10 @@ class ScaleTimeline:
         """0-dim view of the role's scale (float32)."""
         return self.scale[self.index[role]]
 
+    def history_of(self, role: str) -> torch.Tensor:
+        """View of the role's amax history, newest first (float32); all zeros where there was no amax yet."""
+        return self.history[self.index[role]]
+
     def slot_of(self, role: str) -> torch.Tensor:
         """0-dim view of the role's open amax slot (float32)."""
         return self.open_amax[self.index[role]]

@@ -117,7 +117,11 @@ def current_scale(x: torch.Tensor, fmt: Format, margin: int = 0) -> torch.Tensor
     1 where the amax is 0, too small to invert, or NaN (a NaN stays a NaN in FP8). 0 where the amax is infinite: the
     whole tensor then dequantises to NaN, since no amax slot would tell of an infinity that the cast saturated.
     """
-    amax = x.abs().amax().float()
+    return scale_of_amax(x.abs().amax().float(), fmt, margin)
+
+
+def scale_of_amax(amax: torch.Tensor, fmt: Format, margin: int = 0) -> torch.Tensor:
+    """The same of ``max |x|`` itself, float32 of any shape; 1 for EMPTY, too."""
     scale = fmt.max / amax / 2.0**margin
     return torch.where(torch.isfinite(scale) & (amax > 0), scale, torch.ones_like(scale))
 

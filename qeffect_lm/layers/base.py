@@ -22,7 +22,7 @@ class Layer(nn.Module):
     caches: bool = False
 
     @property
-    def tail(self) -> SplitLayer | None:
+    def tail(self) -> Deferred | None:
         return None
 
     def __init__(self, name: str) -> None:
@@ -50,18 +50,30 @@ class DirectGradLayer(Layer):
         return self.main_grad
 
 
-class SplitLayer(DirectGradLayer):
-    """A layer whose weight gradient is deferred: F retains, I adds dY, :meth:`weight_grad` runs W."""
+class Deferred(Layer):
+    """A layer with work in W: F retains, I adds dY, :meth:`weight_grad` runs W."""
+
+    @property
+    def defers(self) -> bool:
+        """Whether it has any, now."""
+        raise NotImplementedError
 
     def weight_grad(self, context: LayerContext) -> None:
         """W: consume the lease and accumulate into ``main_grad``. Reads retained tensors only."""
         raise NotImplementedError
 
 
-def split_layers(module: nn.Module) -> list[SplitLayer]:
-    """The split layers with a trainable weight, last first (the order in which their dY become ready)."""
-    found = [m for m in module.modules() if isinstance(m, SplitLayer) and m.weight.requires_grad]
-    return found[::-1]
+class SplitLayer(DirectGradLayer, Deferred):
+    """A layer whose weight gradient is deferred."""
+
+    @property
+    def defers(self) -> bool:
+        return self.weight.requires_grad
+
+
+def split_layers(module: nn.Module) -> list[Deferred]:
+    """The layers that have work in W, last first (the order in which their dY become ready)."""
+    return [m for m in module.modules() if isinstance(m, Deferred) and m.defers][::-1]
 
 
 def direct_layers(module: nn.Module) -> list[DirectGradLayer]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qeffect_lm.layers.base import SplitLayer, autograd_parameters
+from qeffect_lm.layers.base import Deferred, autograd_parameters
 from qeffect_lm.layers.context import LayerContext, Rerun
 
 Piece = Callable[[torch.Tensor, LayerContext], torch.Tensor]
@@ -33,7 +33,7 @@ def recomputed(
     x: torch.Tensor,
     context: LayerContext,
     modules: Iterable[nn.Module | None],
-    tail: SplitLayer | None = None,
+    tail: Deferred | None = None,
 ) -> torch.Tensor:
     """``piece(x, context)``, with its activations made again in I. Outside of training, plainly that.
 
@@ -52,7 +52,7 @@ def recomputed(
 class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, piece: Piece, tail: SplitLayer | None, context: LayerContext, x: torch.Tensor, *cheap: torch.Tensor
+        ctx: Any, piece: Piece, tail: Deferred | None, context: LayerContext, x: torch.Tensor, *cheap: torch.Tensor
     ) -> torch.Tensor:
         rerun = Rerun(tail)
         out = piece(x, replace(context, rerun=rerun))

@@ -49,6 +49,7 @@ class Parts:
         report: called with each step's metrics on every rank (the sinks live on rank 0).
         watch: called before a step whose metrics will be reported; what it returns is called after the step's host
             synchronisation and gives further metrics. Both on every rank.
+        describe: further metrics of a step's result, asked for after the step's host synchronisation.
         record: called with ``(step, tokens, batch, result)`` after each step, on every rank.
     """
 
@@ -61,6 +62,7 @@ class Parts:
     report: Callable[[StepMetrics], object]
     watch: Callable[[], Callable[[], Mapping[str, Value]]] = lambda: dict
     record: Callable[[int, int, Any, Result], object] = lambda *_: None
+    describe: Callable[[Any], Mapping[str, Value]] = lambda _: {}
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ def train(config: Config, parts: Parts, start: int, tokens: int) -> Outcome:
         loss, skipped = float(result.loss), bool(result.skipped)  # the step's one host synchronisation
         seconds = time.monotonic() - began
         extra = measured() if measured is not None else {}
+        if logged or skipped:
+            extra = {**extra, **parts.describe(result)}
         parts.record(step, tokens, batch, result)
         reason = int(result.reason) if skipped else 0
         if skipped:

@@ -52,7 +52,20 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "settings", "stages"), CASES, ids=[case[0] for case in CASES])
+EXPERTS = (
+    "pp2, experts, captured, zb-v",
+    {
+        "model__family": "mixtral",
+        "model__moe": {"num_experts": 4, "aux_loss_coef": 0.05, "z_loss_coef": 0.01},
+        "graphs__backend": "host_replay",
+        "pipeline": {"microbatches": 4, "schedule": "zb-v"},
+    },
+    2,
+)
+CASES.append(pytest.param(*EXPERTS, marks=pytest.mark.long))
+
+
+@pytest.mark.parametrize(("name", "settings", "stages"), CASES, ids=[*(case[0] for case in CASES[:-1]), EXPERTS[0]])
 def test_pipeline_equals_one_process(name, settings, stages):
     """Losses, norms, all logical state and the held-out loss; P7: every rank has the same loss."""
     single = {key: value for key, value in settings.items() if key != "graphs__backend"}

@@ -59,6 +59,20 @@ def _once_per_launch(original):
     return patch_lang
 
 
+def _one_element_is_a_number(original):
+    """The bounds of a loop may come from memory; NumPy 2.4 no longer makes a number of an array of one element."""
+
+    def patch_lang_tensor(tensor, *scope):
+        original(tensor, *scope)
+        index = lambda self: int(self.handle.data.item())  # noqa: E731
+        if scope:
+            scope[0].set_attr(tensor, "__index__", index)
+        else:
+            tensor.__index__ = index
+
+    return patch_lang_tensor
+
+
 @pytest.fixture(autouse=True, scope="module")
 def kernels_run() -> Iterator[None]:
     """The dispatch takes the kernels, wherever this runs."""
@@ -69,6 +83,7 @@ def kernels_run() -> Iterator[None]:
             from qeffect_lm.kernels import norm
 
             patch.setattr(interpreter, "_convert_float", _as_the_hardware(interpreter._convert_float))
+            patch.setattr(interpreter, "_patch_lang_tensor", _one_element_is_a_number(interpreter._patch_lang_tensor))
             patch.setattr(interpreter, "_patch_lang", _once_per_launch(interpreter._patch_lang))
             patch.setattr(norm, "RUNS", 8)  # it takes milliseconds per program
         patch.setattr(kernels, "usable", lambda tensor: tensor.dtype is not torch.float64)

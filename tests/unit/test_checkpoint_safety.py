@@ -328,7 +328,8 @@ def test_no_configuration_makes_a_model_that_is_not_there(run: Path) -> None:
     from qeffect_lm.app.shapes import config_problems
 
     for change, words in (
-        (lambda config: config["model"].update(num_layers=10**12), "has 1000000000000 layers, and there are 6 tensors"),
+        (lambda config: config["model"].update(num_layers=1, moe={"num_experts": 10**12}), "experts a layer, and there are 6"),
+        (lambda config: config["model"].update(num_layers=10**12, moe={}), "has 1000000000000 layers, and there are 6 tensors"),
         (lambda config: (config["model"].update(num_layers=1), config.pop("pipeline")), "cannot be read .KeyError: 'pipeline'"),
         (lambda config: config.update(run=3), "holds no configuration of a run"),
     ):

@@ -23,6 +23,7 @@ from tests.tiny import assert_moved, batch, config, differing, local_plan, train
 KEYS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": "all", "mlp_bias": True},
     "mistral": {"sliding_window": 5, "head_dim": 16},
+    "mixtral": {"moe": {"num_experts": 5, "aux_loss_coef": 0.05, "z_loss_coef": 0.01}, "sliding_window": 5},
     "qwen2": {"tie_word_embeddings": True, "sliding_window": 7, "max_window_layers": 2},
     "qwen3": {"head_dim": 16, "rope_scaling": {"type": "linear", "factor": 2.0}},
     "gpt2": {"num_kv_heads": 4, "tie_word_embeddings": True, "max_position_embeddings": 24},
@@ -77,7 +78,7 @@ def test_captured_equals_eager_on_any_number_of_stages(family):
     assert train(settings(family, run__seed=2, **few), 1, batches=two).losses[0] != eager.losses[0]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "mixtral"])
 def test_muon_takes_every_matrix(family):
     """Each matrix of the decoder layers says which logical matrices it holds; biases and norms are AdamW's."""
     run = train(settings(family, optim__name="muon"), 2)
@@ -101,6 +102,8 @@ def test_learned_positions_get_their_gradient():
         ("mistral", {"mlp_bias": True}, "model.mlp_bias true: family mistral has false"),
         ("qwen2", {"attention_bias": "none"}, "model.attention_bias none: family qwen2 has qkv"),
         ("qwen3", {"qk_norm": False}, "model.qk_norm false: family qwen3 has true"),
+        ("llama", {"moe": {"num_experts": 4}}, "model.moe.num_experts 4: family llama has no experts"),
+        ("mixtral", {}, "model.moe.num_experts is null: family mixtral needs it"),
         ("gpt2", {}, "model.num_kv_heads 2: family gpt2 has a key and a value for each of model.num_heads 4"),
         ("gpt2", {"num_kv_heads": 4, "rope_theta": 5.0}, "model.rope_theta 5.0: family gpt2 has no rotary positions"),
         (
@@ -124,6 +127,7 @@ def test_what_a_family_does_not_have(family, keys, words):
         ("mistral", {"sliding_window": 5}, "model.sliding_window 5"),
         ("llama", {"mlp_bias": True}, "model.mlp_bias true"),
         ("gpt2", {"num_kv_heads": 4}, "a family with LayerNorm"),
+        ("mixtral", {"moe": {"num_experts": 4}}, r"a mixture of experts \(model.moe.num_experts\)"),
     ],
 )
 def test_what_transformer_engine_does_not_run(family, keys, words):
@@ -157,7 +161,7 @@ def test_a_function_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("mine_raises:build", "cannot be imported: ZeroDivisionError: division by zero"),
         ("mine_other:build", "gave a str without hidden_size: a family gives a models.decoder.Decoder"),
         (":build", "module:function is needed"),
-        ("nothing", "the families are llama, mistral, qwen2, qwen3, gpt2, or module:function"),
+        ("nothing", "the families are llama, mistral, mixtral, qwen2, qwen3, gpt2, or module:function"),
     ):
         with pytest.raises(UsageError, match=words):
             built(family)
@@ -175,7 +179,7 @@ def test_a_family_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(str(tmp_path))
     assert build_model(config(model__family="others"), None, torch.float32).num_layers == 4
     assert FAMILIES["llama"].__module__ == "models.llama"
-    with pytest.raises(UsageError, match="the families are llama, mistral, qwen2, qwen3, gpt2, others, or"):
+    with pytest.raises(UsageError, match="the families are llama, mistral, mixtral, qwen2, qwen3, gpt2, others, or"):
         build_model(config(model__family="absent"), None, torch.float32)
     assert isinstance(sys.modules.pop("other_family"), ModuleType)
 
@@ -185,4 +189,5 @@ def test_fp8_covers_the_linears_of_all_families():
         tiny = settings(family)
         chunk = build_model(tiny, make_recipe(tiny), torch.float32).chunk(0, [4])
         linears = [m for m in chunk.modules() if isinstance(m, SplitLinear)]
-        assert len([m for m in linears if m.recipe is not None]) == 16 and linears[-1].recipe is None
+        count = 4 * (2 + 2 * 5) if family == "mixtral" else 16
+        assert len([m for m in linears if m.recipe is not None]) == count and linears[-1].recipe is None

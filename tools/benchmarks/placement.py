@@ -40,6 +40,7 @@ from qeffect_lm.graphs.host_replay import HostReplay
 from qeffect_lm.graphs.register import HiddenStateRegister, Rule
 from qeffect_lm.layers import linear
 from qeffect_lm.layers.base import split_layers
+from qeffect_lm.layers.linear import SplitLinear
 from tools.benchmarks.layers import (
     CHUNK,
     MICROBATCHES,
@@ -97,7 +98,8 @@ class Ours:
         self.size = size
         self.assembly = assembled(size, "native")
         self.assembly.prepare(batch(size))
-        self.linears = split_layers(self.assembly.engine.stages[CHUNK].chunk)
+        layers = split_layers(self.assembly.engine.stages[CHUNK].chunk)
+        self.linears = [layer for layer in layers if isinstance(layer, SplitLinear)]
         self.captured: dict[str, Captured] = {}
         self._once = round_of(self.assembly, commit=False)
         self.assembly.config = size.config("native", graphs)

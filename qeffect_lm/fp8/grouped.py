@@ -1,0 +1,243 @@
+"""Products of groups (grouped GEMM): rows sorted by group, a weight for each group, one call whatever the groups' sizes.
+
+    F, I   y[rows of g]  = x[rows of g] @ w[g].T
+    W      dw[g]         = dy[rows of g].T @ x[rows of g]      straight into the main gradients
+
+Where a group begins is read on the device, so that shapes are static and a captured graph serves every routing. On a GPU these
+are the kernels of :mod:`qeffect_lm.kernels.grouped`. The reference is a loop over the groups, each the product that a linear
+makes of its rows; to a capture it is one operation. A group without rows takes no part: its gradient is zeroed by the step's
+first writer and left alone by later ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from qeffect_lm import kernels
+from qeffect_lm.contract.ledger import Scope
+from qeffect_lm.contract.timeline import EMPTY
+from qeffect_lm.fp8.gemm import accumulate_mm
+from qeffect_lm.fp8.quantise import Format, dequantise, scale_of_amax
+from qeffect_lm.fp8.recipes import FORMATS, DelayedScaling, Recipe
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Rows sorted by group.
+
+    Attributes:
+        offsets: ``[groups + 1]`` int32; group g has the rows from ``offsets[g]`` to ``offsets[g + 1]``.
+        of_row: ``[rows]`` int64, the group of each row.
+    """
+
+    offsets: torch.Tensor
+    of_row: torch.Tensor
+
+    @property
+    def count(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    @classmethod
+    def one(cls, rows: int, device: torch.device) -> Groups:
+        """All rows as one group."""
+        offsets = torch.arange(2, dtype=torch.int32, device=device) * rows
+        return cls(offsets, torch.zeros(rows, dtype=torch.int64, device=device))
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """A matrix for each group, of one shape, dtype and stride, lying anywhere.
+
+    ``table`` is what kernels find them by: their addresses, ``[groups]`` int64 on the device; None where none run.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    table: torch.Tensor | None = None
+
+    @property
+    def t(self) -> Matrices:
+        """Their transposes."""
+        return Matrices(tuple(tensor.t() for tensor in self.tensors), self.table)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of groups, ``[rows, features]``: as they are, or in FP8 with an inverse scale a group, ``[groups]`` float32."""
+
+    rows: torch.Tensor
+    scale_inv: torch.Tensor | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.rows] if self.scale_inv is None else [self.rows, self.scale_inv]
+
+
+def addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The table of :class:`Matrices`; they must stay where they are (not inside a capture: it copies from the host)."""
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device=tensors[0].device)
+
+
+# ---- scales ----------------------------------------------------------------------------------------------------
+
+
+def amax_of_groups(x: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """``max |x|`` of each group's rows, ``[groups]`` float32; EMPTY where a group has none. A NaN wins."""
+    rows = x.detach().abs().amax(dim=1).float()
+    others = groups.of_row != torch.arange(groups.count, device=x.device)[:, None]
+    return rows.expand(groups.count, -1).masked_fill(others, EMPTY).amax(dim=1)
+
+
+def group_scales(
+    recipe: Recipe, layers: Sequence[str], kind: str, amax: torch.Tensor, scope: Scope | None
+) -> torch.Tensor:
+    """The scales ``[groups]`` that the groups' rows are quantised with; ``layers`` names each group's linear.
+
+    Delayed scaling reports the groups' amax, and takes its history's scale; a group that has never had an amax takes the one
+    of these very rows, until its first is rolled in. That is decided on the device: to the host every group reports, and the
+    slot of one without rows stays EMPTY.
+
+    Args:
+        kind: ``input`` or ``grad_output``.
+        amax: :func:`amax_of_groups`.
+        scope: None where nothing may be recorded (evaluation).
+    """
+    fmt = FORMATS[kind]
+    if not isinstance(recipe, DelayedScaling):
+        return scale_of_amax(amax, fmt, getattr(recipe, "margin", 0))
+    timeline, roles = recipe.timeline, [f"{layer}.{kind}" for layer in layers]
+    if scope is not None:
+        for role in roles:
+            scope.read_scale(role)
+            scope.report_amax(role)
+        merge_amax(recipe, layers, kind, amax)
+    held = torch.stack([timeline.scale_of(role) for role in roles])
+    seen = torch.stack([timeline.history_of(role) for role in roles]).amax(dim=1) > 0
+    return torch.where(seen, held, scale_of_amax(amax, fmt, timeline.margin))
+
+
+def merge_amax(recipe: Recipe, layers: Sequence[str], kind: str, amax: torch.Tensor) -> None:
+    """Max-merge ``amax`` ``[groups]`` into the roles' open slots; EMPTY leaves a slot as it is."""
+    if isinstance(recipe, DelayedScaling):
+        slots = [recipe.timeline.slot_of(f"{layer}.{kind}") for layer in layers]
+        torch._foreach_maximum_(slots, list(amax.unbind()))
+
+
+def quantise_groups(x: torch.Tensor, scale: torch.Tensor, fmt: Format, groups: Groups) -> Rows:
+    """``saturate(x * scale of its group)`` ``[rows, features]``, with the scales' inverses."""
+    if kernels.usable(x):
+        from qeffect_lm.kernels import grouped
+
+        return Rows(grouped.quantise(x, scale, fmt, groups.of_row), scale.reciprocal())
+    q = (x.float() * scale[groups.of_row][:, None]).clamp_(-fmt.max, fmt.max).to(fmt.dtype)
+    return Rows(q, scale.reciprocal())
+
+
+# ---- products --------------------------------------------------------------------------------------------------
+
+
+def grouped_mm(
+    x: Rows,
+    weights: Matrices,
+    groups: Groups,
+    dtype: torch.dtype,
+    *,
+    weight_scale_inv: Matrices | None = None,
+    fast_accumulation: bool = False,
+) -> torch.Tensor:
+    """``x`` ``[rows, k]`` times its group's ``w.T``, ``w`` ``[n, k]`` → ``[rows, n]`` in ``dtype``, summed in float32 or wider.
+
+    FP8 operands come with their inverse scales (0-dim float32 each of ``weight_scale_inv``); FP8 weights are contiguous.
+    """
+    if _by_kernels(x):
+        from qeffect_lm.kernels import grouped
+
+        return grouped.product(x, weights, groups, dtype, weight_scale_inv, fast_accumulation)
+    scales = [] if weight_scale_inv is None else list(weight_scale_inv.tensors)
+    made: torch.Tensor = torch.ops.qeffect_lm.grouped_mm(
+        x.rows, x.scale_inv, list(weights.tensors), scales, groups.offsets, dtype
+    )
+    return made
+
+
+def accumulate_grouped_mm(outs: Matrices, dy: Rows, x: Rows, groups: Groups, beta: int) -> None:
+    """``out[g] = beta * out[g] + dy[rows of g].T @ x[rows of g]``; ``outs`` ``[n, k]``, ``dy`` ``[rows, n]``, ``x``
+    ``[rows, k]``.
+
+    Of a group without rows ``out`` becomes zero with ``beta`` 0, and is not touched with 1.
+    """
+    if _by_kernels(x):
+        from qeffect_lm.kernels import grouped
+
+        grouped.accumulate(outs, dy, x, groups, beta)
+        return
+    torch.ops.qeffect_lm.accumulate_grouped_mm(
+        dy.rows, dy.scale_inv, x.rows, x.scale_inv, groups.offsets, list(outs.tensors), beta
+    )
+
+
+def _by_kernels(x: Rows) -> bool:
+    return kernels.usable(x.rows if x.scale_inv is None else x.scale_inv)
+
+
+def _spans(offsets: torch.Tensor) -> list[tuple[int, int]]:
+    bounds = [int(bound) for bound in offsets.unbind()]
+    return list(zip(bounds, bounds[1:], strict=False))
+
+
+def _wide(rows: torch.Tensor, scale_inv: torch.Tensor | None) -> torch.Tensor:
+    return rows if scale_inv is None else dequantise(rows, scale_inv)
+
+
+def _grouped_mm(
+    x: torch.Tensor,
+    x_scale_inv: torch.Tensor | None,
+    weights: Sequence[torch.Tensor],
+    weight_scale_invs: Sequence[torch.Tensor],
+    offsets: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    out = torch.empty(x.shape[0], weights[0].shape[0], dtype=dtype, device=x.device)
+    for group, (first, last) in enumerate(_spans(offsets)):
+        if first == last:
+            continue
+        a, w = x[first:last], weights[group]
+        if x_scale_inv is not None:
+            a, w = dequantise(a, x_scale_inv[group]), dequantise(w, weight_scale_invs[group])
+        elif a.dtype != dtype:  # a router's, whose product is not rounded to a narrow dtype
+            a, w = a.to(dtype), w.to(dtype)
+        out[first:last].copy_(torch.mm(a, w.t()))
+    return out
+
+
+def _accumulate_grouped_mm(
+    dy: torch.Tensor,
+    dy_scale_inv: torch.Tensor | None,
+    x: torch.Tensor,
+    x_scale_inv: torch.Tensor | None,
+    offsets: torch.Tensor,
+    outs: Sequence[torch.Tensor],
+    beta: int,
+) -> None:
+    for group, (first, last) in enumerate(_spans(offsets)):
+        if first == last:
+            if beta == 0:
+                outs[group].zero_()
+            continue
+        a = _wide(dy[first:last], None if dy_scale_inv is None else dy_scale_inv[group])
+        b = _wide(x[first:last], None if x_scale_inv is None else x_scale_inv[group])
+        accumulate_mm(outs[group], a.t(), b.t(), beta)
+
+
+# Operations of their own, because a loop over the groups reads their sizes on the host, which no capture may see.
+torch.library.define(
+    "qeffect_lm::grouped_mm",
+    "(Tensor x, Tensor? x_scale_inv, Tensor[] weights, Tensor[] weight_scale_invs, Tensor offsets, ScalarType dtype) -> Tensor",
+)
+torch.library.define(
+    "qeffect_lm::accumulate_grouped_mm",
+    "(Tensor dy, Tensor? dy_scale_inv, Tensor x, Tensor? x_scale_inv, Tensor offsets, Tensor(a!)[] outs, int beta) -> ()",
+)
+torch.library.impl("qeffect_lm::grouped_mm", "CompositeExplicitAutograd", _grouped_mm)
+torch.library.impl("qeffect_lm::accumulate_grouped_mm", "CompositeExplicitAutograd", _accumulate_grouped_mm)

@@ -1,0 +1,210 @@
+"""Linears of a group of experts: every expert's weight is a linear's of its own, their products are made together.
+
+    F:  y  = x  @ w[e].T     for the rows of each expert e, sorted by expert
+    I:  dx = dy @ w[e]
+    W:  dw[e] = dy.T @ x     over e's rows; straight into its main gradient
+
+To checkpoints, weight caches, scales and optimizers an expert's weight is like any other (:class:`ExpertLinear`); a microbatch
+has one lease for the group. Under delayed scaling each expert has a scale for its rows, since the rows of two experts come from
+weights that have nothing to do with each other. No work here depends on an expert's number of rows. Of an idle one the amax
+slots stay EMPTY, and the gradient is zeroed by the step's first writer and not touched by the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from qeffect_lm.errors import UsageError
+from qeffect_lm.fp8.grouped import (
+    Groups,
+    Matrices,
+    Rows,
+    accumulate_grouped_mm,
+    addresses,
+    amax_of_groups,
+    group_scales,
+    grouped_mm,
+    merge_amax,
+    quantise_groups,
+)
+from qeffect_lm.fp8.recipes import FORMATS
+from qeffect_lm.layers.base import Deferred
+from qeffect_lm.layers.context import LayerContext, Phase
+from qeffect_lm.layers.linear import SplitLinear
+
+_TABLES = ("weight", "rows", "columns", "scale_inv", "grad")
+
+
+class ExpertLinear(SplitLinear):
+    """The weight of one expert, with cache, roles and main gradient of its own; :class:`GroupedLinear` makes its products.
+
+    ``share``: the part of all rows that an expert gets on average.
+    """
+
+    share: float = 1.0
+
+    @property
+    def defers(self) -> bool:
+        return False
+
+    @property
+    def joins(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class GroupOperands:
+    """What W needs: x and dY ``[rows, features]`` in stored precision, and which rows are whose. F leaves dY to I, and x too
+    where I makes it again."""
+
+    groups: Groups
+    x: Rows | None = None
+    dy: Rows | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [tensor for rows in (self.x, self.dy) if rows is not None for tensor in rows.tensors()]
+
+
+class GroupedLinear(Deferred):
+    """The same linear of all experts, over rows sorted by expert.
+
+    Args:
+        name: of the leases.
+        experts: their linears, of one shape and recipe. (They are modules of somebody else.)
+    """
+
+    def __init__(self, name: str, experts: Sequence[ExpertLinear]) -> None:
+        super().__init__(name)
+        self.experts = tuple(experts)
+        self.recipe = experts[0].recipe
+        self.in_features, self.out_features = experts[0].in_features, experts[0].out_features
+        for table in _TABLES:
+            self.register_buffer(f"{table}_table", None, persistent=False)
+
+    @property
+    def defers(self) -> bool:
+        trained = [expert.weight.requires_grad for expert in self.experts]
+        if any(trained) and not all(trained):
+            frozen = self.experts[trained.index(False)].weight_name
+            raise UsageError(
+                f"{frozen} is frozen and other experts' are not: freeze the weights of all experts of a layer or of none"
+            )
+        return trained[0]
+
+    @property
+    def names(self) -> list[str]:
+        return [expert.name for expert in self.experts]
+
+    # ---- F -----------------------------------------------------------------------------------------------------
+
+    def product(self, x: torch.Tensor, groups: Groups, context: LayerContext) -> torch.Tensor:
+        """F on ``[rows, in]`` → ``[rows, out]``, and the lease in TRAIN."""
+        rerun = context.rerun if context.training else None
+        again = rerun is not None and not rerun.first
+        if self._in_fp8(context):
+            assert self.recipe is not None
+            if again:
+                scale = rerun.scales[self.name]  # type: ignore[union-attr]
+                assert scale is not None
+            else:
+                scale = self._scales("input", x, groups, context)
+            if rerun is not None and not again:
+                rerun.scales[self.name] = scale
+            operand = quantise_groups(x, scale, FORMATS["input"], groups)
+        else:
+            self._observe("input", x, groups)
+            operand = Rows(x)
+        if context.training and self.defers:
+            if again:
+                self._fill(context, x=operand)
+            else:
+                kept = GroupOperands(groups, None if rerun is not None else operand)
+                context.active_scope().retain(self.name, kept)
+        if again and rerun is not None and rerun.tail is self:
+            return x.new_zeros(x.shape[0], self.out_features)  # stands for a product whose value nobody reads
+        return self._multiply(operand, "rows", groups, context, x.dtype)
+
+    # ---- I -----------------------------------------------------------------------------------------------------
+
+    def input_grad(self, dy: torch.Tensor, groups: Groups, context: LayerContext) -> torch.Tensor:
+        """I on ``[rows, out]`` → dx ``[rows, in]``, and dY into the lease."""
+        if self._in_fp8(context):
+            scale = self._scales("grad_output", dy, groups, context)
+            operand = quantise_groups(dy, scale, FORMATS["grad_output"], groups)
+        else:
+            self._observe("grad_output", dy, groups)
+            operand = Rows(dy)
+        if context.training and self.defers:
+            context.active_scope().input_grad_done(self.name)
+            self._fill(context, dy=operand)
+        return self._multiply(operand, "columns", groups, context, dy.dtype)
+
+    # ---- W -----------------------------------------------------------------------------------------------------
+
+    def weight_grad(self, context: LayerContext) -> None:
+        scope = context.active_scope()
+        operands: GroupOperands = scope.take_weight_grad(self.name)
+        assert operands.x is not None and operands.dy is not None
+        betas = {scope.write_grad(expert.weight_name) for expert in self.experts}
+        (beta,) = betas
+        grads = self._matrices("grad", [expert.grad_view() for expert in self.experts])
+        accumulate_grouped_mm(grads, operands.dy, operands.x, operands.groups, beta)
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _in_fp8(self, context: LayerContext) -> bool:
+        return self.recipe is not None and context.phase is not Phase.CALIBRATE
+
+    def _scales(self, kind: str, x: torch.Tensor, groups: Groups, context: LayerContext) -> torch.Tensor:
+        assert self.recipe is not None
+        scope = context.active_scope() if context.training else None
+        return group_scales(self.recipe, self.names, kind, amax_of_groups(x, groups), scope)
+
+    def _observe(self, kind: str, x: torch.Tensor, groups: Groups) -> None:
+        """Calibration: what of this would be in FP8 has its amax recorded."""
+        if self.recipe is None:
+            return
+        merge_amax(self.recipe, self.names, kind, amax_of_groups(x, groups))
+        if kind == "input":
+            for expert in self.experts:
+                self.recipe.observe(expert.name, "weight", expert.weight.bfloat16())
+
+    def _fill(self, context: LayerContext, **rows: Rows) -> None:
+        """x or dY into the lease that F opened."""
+        scope = context.active_scope()
+        handle = scope.ledger.leases.handle(scope.chunk, scope.microbatch, self.name)
+        handle.payload = replace(handle.payload, **rows)
+
+    def _multiply(
+        self, operand: Rows, layout: str, groups: Groups, context: LayerContext, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Times the weights as they lie (``rows``), or their transposes (``columns``)."""
+        if operand.scale_inv is None:
+            weights = self._matrices("weight", [expert.weight.detach() for expert in self.experts])
+            return grouped_mm(operand, weights if layout == "rows" else weights.t, groups, dtype)
+        cached = [expert._cached(layout, context) for expert in self.experts]
+        weights = self._matrices(layout, [getattr(one, layout) for one in cached])
+        scales = self._matrices("scale_inv", [one.scale_inv for one in cached])
+        return grouped_mm(
+            operand, weights, groups, dtype, weight_scale_inv=scales, fast_accumulation=layout == "rows"
+        )
+
+    def _matrices(self, table: str, tensors: Sequence[torch.Tensor]) -> Matrices:
+        return Matrices(tuple(tensors), getattr(self, f"{table}_table"))
+
+    def bind(self) -> None:
+        """Make the tables of addresses that kernels read."""
+        made: dict[str, list[Any]] = {
+            "weight": [expert.weight for expert in self.experts],
+            "grad": [expert.main_grad for expert in self.experts],
+        }
+        cached = [expert.cached for expert in self.experts]
+        for layout in ("rows", "columns", "scale_inv"):
+            made[layout] = [getattr(one, layout, None) for one in cached]
+        for table, tensors in made.items():
+            there = all(tensor is not None and not tensor.is_meta for tensor in tensors)
+            setattr(self, f"{table}_table", addresses(tensors) if there else None)

@@ -1,0 +1,156 @@
+"""Mixture of experts (Shazeer et al. 2017; Mixtral: Jiang et al. 2024): each token goes through k of many gated MLPs. Dropless.
+
+    router    weights and numbers of each token's k experts
+    sort      tokens * k rows, by expert, stably: [rows, hidden], whatever the routing
+    experts   y = down(w * silu(gate) * up)      products of groups (GroupedLinear); the router's weight w goes in before down
+    combine   each token's k rows added, in the router's order
+
+No expert has a capacity and no token is dropped: every expert takes as many rows as it gets, none included. No shape and no
+launch depends on the routing, so a captured graph serves all of them, and no sum is left to atomics, so results repeat bit for
+bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from qeffect_lm.fp8.grouped import Groups
+from qeffect_lm.layers.base import Layer
+from qeffect_lm.layers.context import LayerContext
+from qeffect_lm.layers.grouped import ExpertLinear, GroupedLinear
+from qeffect_lm.layers.router import STATISTICS, Router
+
+
+class Expert(Layer):
+    """One expert's weights; ``gate_up`` holds gate's rows, then up's."""
+
+    def __init__(self, name: str, gate_up: ExpertLinear, down: ExpertLinear) -> None:
+        super().__init__(name)
+        self.gate_up, self.down = gate_up, down
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where rows go.
+
+    Attributes:
+        groups: rows by expert.
+        order: ``[rows]`` int64, which of the ``tokens * k`` assignments each row is.
+        rows: ``[tokens, k]`` int64, the inverse: the rows of each token, in the router's order.
+    """
+
+    groups: Groups
+    order: torch.Tensor
+    rows: torch.Tensor
+
+    @classmethod
+    def of(cls, experts: torch.Tensor, count: int) -> Routing:
+        """``experts`` ``[tokens, k]`` of ``count``; rows of one expert stay in the order of tokens."""
+        of_row, order = torch.sort(experts.reshape(-1), stable=True)
+        bounds = torch.arange(count + 1, device=experts.device)
+        offsets = torch.searchsorted(of_row, bounds, out_int32=True)
+        return cls(Groups(offsets, of_row), order, torch.sort(order).indices.view_as(experts))
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        """``[tokens, features]`` → the rows, ``[rows, features]``."""
+        return x.index_select(0, self.order // self.rows.shape[1])
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """``[rows, features]`` → each token's rows added, ``[tokens, features]``; in float32 or wider, rounded once."""
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        total = rows.index_select(0, self.rows[:, 0]).to(wide)
+        for j in range(1, self.rows.shape[1]):
+            total = total + rows.index_select(0, self.rows[:, j]).to(wide)
+        return total.to(rows.dtype)
+
+    def weights_of_rows(self, weights: torch.Tensor) -> torch.Tensor:
+        """``[tokens, k]`` → ``[rows, 1]``."""
+        return weights.reshape(-1).index_select(0, self.order)[:, None]
+
+
+class MoE(Layer):
+    """``sum over the k experts of weight * expert(x)``, for ``[..., hidden]``; of decoder layer ``layer``."""
+
+    def __init__(self, name: str, router: Router, experts: list[Expert], layer: int | None = None) -> None:
+        super().__init__(name)
+        self.router, self.layer = router, layer
+        self.experts = nn.ModuleList(experts)
+        self.gate_up = GroupedLinear(f"{name}.experts.gate_up", [expert.gate_up for expert in experts])
+        self.down = GroupedLinear(f"{name}.experts.down", [expert.down for expert in experts])
+
+    @property
+    def tail(self) -> GroupedLinear:
+        return self.down
+
+    def forward(
+        self, x: torch.Tensor, context: LayerContext, norm: Layer | None = None, *, residual: bool = False
+    ) -> torch.Tensor:
+        """``norm``, if given, comes first; with ``residual`` ``x`` is added to the result."""
+        entering = x if norm is None else norm(x, context)
+        flat = entering.reshape(-1, entering.shape[-1])
+        weights, numbers = self.router(flat, context)
+        routing = Routing.of(numbers, len(self.experts))
+        y = _Experts.apply(flat, weights, self, routing, context).view_as(x)
+        return x + y if residual else y
+
+
+class _Experts(torch.autograd.Function):
+    """Saves gate_up's output and the rows' weights: the activation is cheap to make again in I."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weights: torch.Tensor, moe: MoE, routing: Routing, context: LayerContext
+    ) -> torch.Tensor:
+        hidden = moe.gate_up.product(routing.spread(x), routing.groups, context)
+        row_weights = routing.weights_of_rows(weights)
+        activation = (_activated(hidden)[0] * row_weights).to(x.dtype)
+        y = routing.gather(moe.down.product(activation, routing.groups, context))
+        groups = routing.groups
+        ctx.save_for_backward(hidden, row_weights, groups.offsets, groups.of_row, routing.order, routing.rows)
+        ctx.moe, ctx.context = moe, context
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        hidden, row_weights, offsets, of_row, order, rows = ctx.saved_tensors
+        moe, context = ctx.moe, ctx.context
+        routing = Routing(Groups(offsets, of_row), order, rows)
+        d_weighted = moe.down.input_grad(routing.spread(dy), routing.groups, context).to(row_weights.dtype)
+        activation, sigmoid, gate, up = _activated(hidden)
+        d_weights = (d_weighted * activation).sum(dim=-1).index_select(0, rows.reshape(-1)).view_as(rows)
+        d_activation = d_weighted * row_weights
+        silu = gate * sigmoid
+        d_gate = d_activation * up * (sigmoid + silu * (1 - sigmoid))
+        d_hidden = torch.cat([d_gate, d_activation * silu], dim=-1).to(hidden.dtype)
+        dx = routing.gather(moe.gate_up.input_grad(d_hidden, routing.groups, context))
+        return dx, d_weights, None, None, None
+
+
+def _activated(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """``silu(gate) * up`` of ``[rows, 2 f]``, sigmoid(gate), gate and up, in float32 or wider."""
+    gate, up = hidden.to(torch.promote_types(hidden.dtype, torch.float32)).chunk(2, dim=-1)
+    sigmoid = torch.sigmoid(gate)
+    return gate * sigmoid * up, sigmoid, gate, up
+
+
+def mixtures(module: nn.Module) -> list[MoE]:
+    """All of ``module``'s."""
+    return [found for found in module.modules() if isinstance(found, MoE)]
+
+
+def bind_experts(module: nn.Module) -> None:
+    """Once weights, caches and main gradients lie where they stay, on a GPU: tell the kernels where."""
+    for moe in mixtures(module):
+        for part in (moe.router, moe.gate_up, moe.down):
+            part.bind()
+
+
+def bind_statistics(module: nn.Module, statistics: torch.Tensor | None) -> None:
+    """``statistics`` ``[layers, 2 + experts]`` float64: each router sums its own into its decoder layer's row."""
+    for moe in mixtures(module):
+        if statistics is not None and moe.layer is not None:
+            moe.router.statistics = statistics[moe.layer, : STATISTICS + moe.router.experts]

@@ -1,0 +1,156 @@
+"""Products of groups as kernels against the loop over groups: every kind of routing and dtype, both betas, the whole layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from models.moe import MoEPart
+from models.spec import Place
+from qeffect_lm.fp8.grouped import (
+    Groups,
+    Matrices,
+    Rows,
+    accumulate_grouped_mm,
+    addresses,
+    amax_of_groups,
+    grouped_mm,
+    quantise_groups,
+)
+from qeffect_lm.fp8.quantise import E4M3, E5M2, dequantise, quantise, scale_of_amax
+from qeffect_lm.fp8.recipes import DelayedScaling
+from qeffect_lm.layers.moe import bind_experts
+from tests.tiny import same_bits
+from tests.unit.interpreted import DEVICE, kernels_run, reference  # noqa: F401
+from tests.unit.layer_harness import Harness, random
+
+N, K = 48, 80  # no multiple of a tile
+SIZES = {
+    "all on one": [0, 70, 0],
+    "one row": [1, 0, 0],
+    "none on the first": [0, 5, 40],
+    "whole tiles": [64, 32, 32],
+    "every group a little": [3, 1, 2],
+}
+
+
+def groups_of(sizes: list[int]) -> Groups:
+    counts = torch.tensor(sizes)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).to(torch.int32)
+    return Groups(offsets.to(DEVICE), torch.arange(len(sizes)).repeat_interleave(counts).to(DEVICE))
+
+
+def values(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    return random(*shape, seed=seed, dtype=dtype).to(DEVICE)
+
+
+def matrices(tensors: list[torch.Tensor]) -> Matrices:
+    return Matrices(tuple(tensors), addresses(tensors))
+
+
+def fp8(x: torch.Tensor, groups: Groups, fmt=E4M3) -> Rows:
+    return quantise_groups(x, scale_of_amax(amax_of_groups(x, groups), fmt), fmt, groups)
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Sums in another order; bfloat16 results may be rounded the other way."""
+    bound = 2.0**-7 if want.dtype is torch.bfloat16 else 2.0**-19
+    size = max(1.0, want.abs().max().item())
+    assert got.dtype == want.dtype and (got.double() - want.double()).abs().max().item() <= bound * size
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "fp8"])
+def test_products(sizes: list[int], kind: str) -> None:
+    """F as the weights lie, I through their transposes; each row is what it would be alone in its group."""
+    groups, dtype = groups_of(sizes), torch.float32 if kind == "float32" else torch.bfloat16
+    x = values(sum(sizes), K, seed=1, dtype=dtype)
+    plain = [values(N, K, seed=10 + g, dtype=dtype) for g in range(len(sizes))]
+    if kind == "fp8":
+        cached = [quantise(w, torch.tensor(40.0 + g, device=DEVICE), E4M3) for g, w in enumerate(plain)]
+        scales = matrices([q.scale_inv for q in cached])
+        rows, weights = fp8(x, groups), matrices([q.rows for q in cached])
+        dy = fp8(values(sum(sizes), N, seed=2, dtype=dtype), groups, E5M2)
+        back = matrices([q.columns for q in cached])
+    else:
+        scales, rows, weights = None, Rows(x), matrices(plain)
+        dy, back = Rows(values(sum(sizes), N, seed=2, dtype=dtype)), weights.t
+    for operand, right, fast in ((rows, weights, True), (dy, back, False)):
+        got = grouped_mm(operand, right, groups, dtype, weight_scale_inv=scales, fast_accumulation=fast)
+        with reference():
+            want = grouped_mm(operand, right, groups, dtype, weight_scale_inv=scales)
+        close(got, want)
+        assert got.abs().max() > 1
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "fp8"])
+def test_weight_gradients(sizes: list[int], kind: str) -> None:
+    """Beta 0: what was there is gone, of idle groups too; beta 1: added, and an idle group's bits stay."""
+    out = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    groups, dtype = groups_of(sizes), torch.float32 if kind == "float32" else torch.bfloat16
+    x, dy = values(sum(sizes), K, seed=1, dtype=dtype), values(sum(sizes), N, seed=2, dtype=dtype)
+    operands = (fp8(dy, groups, E5M2), fp8(x, groups)) if kind == "fp8" else (Rows(dy), Rows(x))
+    made = []
+    for context in (None, reference):
+        grads = [torch.full((N, K), float("nan"), dtype=out, device=DEVICE) for _ in sizes]
+        for beta in (0, 1):
+            if context is None:
+                accumulate_grouped_mm(matrices(grads), *operands, groups, beta)
+            else:
+                with context():
+                    accumulate_grouped_mm(matrices(grads), *operands, groups, beta)
+        made.append(grads)
+    for size, got, want in zip(sizes, *made, strict=True):
+        close(got, want)
+        assert bool(got.any()) == (size > 0)
+    kept = torch.full((N, K), -0.0, device=DEVICE)
+    accumulate_grouped_mm(matrices([kept] * len(sizes)), *operands, groups_of([0] * (len(sizes) - 1) + [sum(sizes)]), 1)
+    idle = torch.full((N, K), -0.0, device=DEVICE)
+    accumulate_grouped_mm(matrices([idle, kept]), *operands, groups_of([0, sum(sizes)]), 1)
+    assert same_bits(idle, torch.full((N, K), -0.0, device=DEVICE)), "not even the sign of a zero"
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+def test_quantised_rows_are_the_references_bytes(fmt) -> None:
+    groups = groups_of([3, 0, 70])
+    x = values(73, K, seed=3, dtype=torch.bfloat16)
+    scale = torch.tensor([2.0, 5.0, 400.0], device=DEVICE)  # the last saturates
+    made = quantise_groups(x, scale, fmt, groups)
+    with reference():
+        want = quantise_groups(x, scale, fmt, groups)
+    assert same_bits(made.rows.view(torch.uint8), want.rows.view(torch.uint8)) and same_bits(made.scale_inv, want.scale_inv)
+    assert torch.equal(dequantise(made.rows[:3], made.scale_inv[0]), quantise(x[:3], scale[0], fmt).rows.float() / 2)
+
+
+def run_layer(recipe: bool) -> dict[str, torch.Tensor]:
+    place = Place("layers.0.moe", 32, 1, torch.bfloat16, 0.02, 0, DelayedScaling() if recipe else None)
+    layer = MoEPart(48, 4, 2, balance=0.1, z=0.01).build(place)
+    harness = Harness(layer.to(DEVICE))
+    with torch.no_grad():
+        for number, parameter in enumerate(harness.parameters.values()):
+            parameter.copy_(random(*parameter.shape, seed=number, scale=parameter.shape[1] ** -0.5))
+    bind_experts(layer)
+    harness.refresh()
+    xs = [values(2, 16, 32, seed=20 + m, dtype=torch.bfloat16) for m in range(2)]
+    microbatches = [harness.microbatch(m, x, torch.ones_like(x)) for m, x in enumerate(xs)]
+    harness.run(microbatches)
+    found: dict[str, Any] = {f"out {m.number}": m.out for m in microbatches} | {f"dx {m.number}": m.dx for m in microbatches}
+    return found | harness.grads | {"amax": harness.timeline.open_amax}
+
+
+@pytest.mark.parametrize("recipe", [pytest.param(False, marks=pytest.mark.long), True], ids=["bfloat16", "fp8"])
+def test_whole_layer(recipe: bool) -> None:
+    """The kernels' layer against the reference's, and it repeats bit for bit. Sums in another order round some bfloat16 values
+    the other way; in E5M2 that may be a step of 1/8, and of an amax the whole matrix's scale."""
+    got, again = run_layer(recipe), run_layer(recipe)
+    assert all(same_bits(got[name], again[name]) for name in got)
+    with reference():
+        want = run_layer(recipe)
+    for name, tensor in want.items():
+        if not tensor.numel():
+            continue
+        error = (got[name].double() - tensor.double()).norm() / tensor.double().norm()
+        assert error < (0.05 if recipe else 0.005), (name, error)
