@@ -421,6 +421,7 @@ sys.exit(code)
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)  # seven processes that load torch, on a machine that may be busy
 def test_memory_is_that_of_one_tensor_group(tmp_path: Path) -> None:
     """A model of 450 MB, from each format to each other, in a process whose memory grows by less than 100 MB. Its largest
     tensor has 21 MB."""

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from checkpoint import open_checkpoint
 from checkpoint.hf.config import config_json
+from checkpoint.hf.read import read_hf
 from checkpoint.megatron import guard
 from checkpoint.publish import PREFIX
 from tests.checkpoint_support import ScriptedOps
@@ -136,6 +137,11 @@ def test_rope_scalings_of_any_json_type(tmp_path: Path, kind: str, outer: str, c
             assert key in capsys.readouterr().err
     (path / "config.json").write_text(json.dumps({**config, outer: {"rope_type": kind, **ROPES[kind]}}))
     assert run("hf", "hf", path, tmp_path / "out", "--dry-run") == 0
+    if kind in ("yarn", "longrope", "llama3"):  # what it grew from, where that is not said: the model's own context
+        rest = {key: value for key, value in ROPES[kind].items() if key != "original_max_position_embeddings"}
+        (path / "config.json").write_text(json.dumps({**config, outer: {"rope_type": kind, **rest}}))
+        scaling = read_hf(path).section["rope_scaling"]
+        assert scaling["original_max_position_embeddings"] == SECTION["max_position_embeddings"]
 
 
 def test_windows_of_qwen_that_make_no_sense(tmp_path: Path, capsys) -> None:
@@ -175,6 +181,9 @@ def test_folders_that_are_hostile(tmp_path: Path, capsys) -> None:
         names = sorted(tensors)
         save_file({name: tensors[name] for name in names}, path / "model-00001-of-00002.safetensors")
 
+    def edit(path: Path, **keys: Any) -> None:
+        path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
     index, first = "model.safetensors.index.json", "model-00001-of-00002.safetensors"
     refused(0, replaced("config.json", os.mkfifo), "is no regular file")
     refused(1, replaced("config.json", Path.mkdir), "is no regular file")
@@ -187,7 +196,39 @@ def test_folders_that_are_hostile(tmp_path: Path, capsys) -> None:
     refused(8, lambda path: (path / "config.json").write_text("[" * 100_000), "is not sound JSON")
     refused(9, lambda path: (path / "config.json").write_text('{"vocab_size": ' + "1" * 5000 + "}"), "is not sound JSON")
     refused(10, lambda path: (path / "config.json").write_bytes(b"\xff\xfe\xff"), "is not sound JSON")
+    refused(12, lambda path: (path / "model.safetensors").write_bytes(b""), "which one is the model? Remove the other")
+    refused(13, lambda path: edit(path / index, more=1), "unknown key more")
+    refused(14, lambda path: edit(path / index, weight_map={}), "has no weight_map")
     refused(11, lambda path: os.truncate(path / "config.json", 300 << 20), "more than the")
+
+
+def test_a_tied_head_with_the_same_bytes_is_not_the_same(tmp_path: Path, capsys) -> None:
+    """H1: the embedding's bytes under another shape or dtype."""
+    tensors = random_tensors(SECTION)
+    embedding = tensors["model.embed_tokens.weight"]
+    for number, head in enumerate((embedding.reshape(32, 64), embedding.view(torch.float16))):
+        odd = {**tensors, "lm_head.weight": head.clone()}
+        path = make_folder(tmp_path / str(number), odd, tie_word_embeddings=True)
+        assert run("hf", "native", path, tmp_path / "out") == 2
+        assert "lm_head.weight differs from model.embed_tokens.weight" in capsys.readouterr().err
+
+
+def test_a_file_with_the_name_of_our_manifest_stays(tmp_path: Path, capsys) -> None:
+    path = make_folder(tmp_path / "hf")
+    (path / "manifest.json").write_text("{}")
+    for target in ("hf", "native"):
+        assert run("hf", target, path, tmp_path / "out" / target) == 0
+        assert "left behind: the file manifest.json" in capsys.readouterr().out
+    assert "manifest.json" not in contents(tmp_path / "out" / "hf")
+
+
+def test_files_are_closed_and_opened_again(tmp_path: Path, monkeypatch) -> None:
+    """More shards than files are held open at a time: what was written to one before stays."""
+    path = make_folder(tmp_path / "hf")
+    for number, files in enumerate((32, 1)):
+        monkeypatch.setattr("checkpoint.hf.write.OPEN_FILES", files)
+        assert run("hf", "hf", path, tmp_path / str(number), "--max-shard-size", "9KB") == 0
+    assert len(contents(tmp_path / "0")) > 5 and contents(tmp_path / "0") == contents(tmp_path / "1")
 
 
 def test_empty_tensors_and_other_vocabularies(tmp_path: Path, capsys) -> None:
