@@ -355,6 +355,42 @@ def test_interrupted_in_the_middle(folder: Path, tmp_path: Path, kind: str) -> N
         signal.signal(signal.SIGINT, usual)
 
 
+@pytest.mark.parametrize("kind", RANKS)
+def test_all_is_on_the_disk_before_it_appears(folder: Path, tmp_path: Path, kind: str) -> None:
+    """Each file that was written and each folder that was made is synced when the rename comes."""
+
+    class Tracked(ScriptedOps):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dirty: set[Path] = set()
+            self.left: set[Path] = set()
+
+        def mkdir(self, path: Path, parents: bool = False) -> None:
+            super().mkdir(path, parents)
+            self.dirty.add(path)
+
+        def write(self, file: Any, data: memoryview) -> int:
+            self.dirty.add(Path(file.name))
+            return super().write(file, data)
+
+        def fsync(self, file: Any) -> None:
+            super().fsync(file)
+            self.dirty.discard(Path(file.name))
+
+        def fsync_dir(self, path: Path) -> None:
+            super().fsync_dir(path)
+            self.dirty.discard(path)
+
+        def rename(self, source: Path, target: Path) -> None:
+            self.dirty -= {target.parent}  # was there before
+            self.left = set(self.dirty)
+            super().rename(source, target)
+
+    ops = Tracked()
+    assert convert(parsed(kind, folder, tmp_path / "out"), ops) == 0
+    assert ops.left == set() and ops.log[-1] == ("fsync_dir", tmp_path.name)
+
+
 def test_two_conversions_to_one_place(folder: Path, tmp_path: Path, capsys) -> None:
     """The second is refused and touches nothing of the first; what a dead one left is cleared; other places are free."""
 

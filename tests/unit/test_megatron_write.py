@@ -214,7 +214,7 @@ def test_the_tokenizer_goes_there_and_back(tmp_path: Path, capsys, ranks: tuple[
 
 def test_bytes_and_options_that_are_told(tmp_path: Path, capsys) -> None:
     """What the files need, within the megabyte that all else may have, and what Megatron does not read out of a checkpoint."""
-    section = {**SECTION, "family": "qwen3", "norm_eps": 1e-6, "vocab_size": 6400, "hidden_size": 256}
+    section = {**SECTION, "family": "qwen3", "norm_eps": 1e-6, "vocab_size": 6401, "hidden_size": 256}
     section |= {"tie_word_embeddings": True}
     section["rope_scaling"] = {"type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     section |= {"max_position_embeddings": 131072}
@@ -224,6 +224,9 @@ def test_bytes_and_options_that_are_told(tmp_path: Path, capsys) -> None:
         out = tmp_path / str(number)
         assert main(["--from", "hf", "--to", "megatron", str(folder), str(out), "--json", *ranks]) == 0
         report = json.loads(capsys.readouterr().out)
+        file = out / "release" / ("mp_rank_00_000/model_optim_rng.pt" if ranks else "common.pt")
+        args = torch.load(file, weights_only=False)["args"]  # whoever loads torch_dist pads for ranks of their own
+        assert (args.vocab_size, args.padded_vocab_size) == (6401, 6656 if ranks else None)
         written = sum(map(len, contents(out).values()))
         assert report["bytes"] - (1 << 20) <= written <= report["bytes"]
         wanted = "--norm-epsilon 1e-06 --qk-layernorm --use-rope-scaling --rope-scaling-factor 32"
