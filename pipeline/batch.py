@@ -16,7 +16,8 @@ from qeffect_lm.layers.dropout import host_key
 
 class StepInput(Protocol):
     """One optimizer step of this DP rank: ``inputs``, ``targets`` ``[m, b, s]`` int64, ``loss_mask`` ``[m, b, s]`` float32,
-    and the DP-global number of valid ``tokens``."""
+    the DP-global number of valid ``tokens``, and ``starts`` ``[m, b, s]`` int32, where each token's document begins in its row
+    (None: documents see each other)."""
 
     @property
     def inputs(self) -> torch.Tensor: ...
@@ -26,6 +27,8 @@ class StepInput(Protocol):
     def loss_mask(self) -> torch.Tensor: ...
     @property
     def tokens(self) -> int: ...
+    @property
+    def starts(self) -> torch.Tensor | None: ...
 
 
 class StepBuffers:
@@ -35,6 +38,7 @@ class StepBuffers:
         inputs: ``[m, b, s]`` int64 where the rank holds the first chunk, else None.
         targets, loss_mask: ``[m, b, s]`` int64 and float32 where it holds the last, else None; the mask also where ``masked``,
             on stages whose own losses count valid tokens.
+        starts: ``[m, b, s]`` int32 where documents are kept apart, on every rank, else None.
         keys: ``[m]`` int64, the random key of every microbatch: of its place in the step over all replicas, so that the same
             samples draw the same numbers whatever the number of replicas.
         divisor: 0-dim, the step's number of valid tokens.
@@ -51,6 +55,7 @@ class StepBuffers:
         replica: int,
         replicas: int,
         masked: bool = False,
+        documents: bool = False,
     ) -> None:
         self.divisor, self.shape = divisor, shape
         self._seed, self._replica, self._replicas = seed, replica, replicas
@@ -62,6 +67,7 @@ class StepBuffers:
         self.inputs = made(torch.int64) if first else None
         self.targets = made(torch.int64) if last else None
         self.loss_mask = made(torch.float32) if last or masked else None
+        self.starts = made(torch.int32) if documents else None
 
     def load(self, step: int, batch: StepInput) -> None:
         """Stage ``batch`` for optimizer step ``step``. On a GPU the host does not wait for the copies.
@@ -69,7 +75,9 @@ class StepBuffers:
         Raises:
             UsageError: microbatches of another number or shape than the buffers'.
         """
-        for name in ("inputs", "targets", "loss_mask"):  # a copy would spread a smaller one over all of its buffer
+        check_starts(batch, self.starts)
+        names = ["inputs", "targets", "loss_mask", *["starts"] * (self.starts is not None)]
+        for name in names:  # a copy would spread a smaller one over all of its buffer
             found = list(getattr(batch, name).shape)
             if found != list(self.shape):
                 raise UsageError(
@@ -79,14 +87,22 @@ class StepBuffers:
         places = (microbatch * self._replicas + self._replica for microbatch in range(self.shape[0]))
         keys = [host_key(self._seed, step, place) for place in places]
         self._stage(self.keys, torch.tensor(keys, dtype=torch.int64))
-        for mine, given in ((self.inputs, batch.inputs), (self.targets, batch.targets), (self.loss_mask, batch.loss_mask)):
+        for name in names:
+            mine = getattr(self, name)
             if mine is not None:
-                self._stage(mine, given)
+                self._stage(mine, getattr(batch, name))
         self.divisor.fill_(batch.tokens)
 
     @staticmethod
     def _stage(mine: torch.Tensor, given: torch.Tensor) -> None:
         mine.copy_(given.pin_memory() if mine.is_cuda and not given.is_cuda else given, non_blocking=True)
+
+
+def check_starts(batch: StepInput, mine: torch.Tensor | None) -> None:
+    """Raise UsageError unless the data says where documents begin exactly where the pipeline wants to know (``mine``)."""
+    if (batch.starts is None) != (mine is None):
+        wanted = "does not say where documents begin" if batch.starts is None else "says where documents begin"
+        raise UsageError(f"the data {wanted}, which the pipeline was not made for: set data.documents as the data has it")
 
 
 @dataclass(frozen=True)
@@ -95,6 +111,7 @@ class _DeviceBatch:
     targets: torch.Tensor
     loss_mask: torch.Tensor
     tokens: int
+    starts: torch.Tensor | None
 
 
 def on_device(batch: StepInput, device: torch.device) -> StepInput:
@@ -104,4 +121,5 @@ def on_device(batch: StepInput, device: torch.device) -> StepInput:
     inputs, targets, mask = (
         tensor.pin_memory().to(device, non_blocking=True) for tensor in (batch.inputs, batch.targets, batch.loss_mask)
     )
-    return _DeviceBatch(inputs, targets, mask, batch.tokens)
+    starts = None if batch.starts is None else batch.starts.pin_memory().to(device, non_blocking=True)
+    return _DeviceBatch(inputs, targets, mask, batch.tokens, starts)

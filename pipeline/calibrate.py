@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.batch import StepInput, on_device
+from pipeline.batch import StepInput, check_starts, on_device
 from pipeline.engine import Engine
 from qeffect_lm.contract.timeline import Direction
 from qeffect_lm.layers.context import Phase
@@ -27,12 +27,15 @@ def calibrate(engine: Engine, batch: StepInput) -> None:
 
 
 def _calibrate(engine: Engine, batch: StepInput) -> None:
+    check_starts(batch, engine.inputs.starts)
     engine.divisor.fill_(batch.tokens)
     order = sorted(engine.stages)
     slots = {index: engine.stages[index].make_slot(Phase.CALIBRATE) for index in order}
     for index in order:
         stage, slot = engine.stages[index], slots[index]
         slot.context.key.fill_(host_key("calibration", engine.mesh.coord("dp")))
+        if slot.context.starts is not None and batch.starts is not None:
+            slot.context.starts.copy_(batch.starts[0])
         if stage.first:
             slot.x.copy_(batch.inputs[0])
         else:

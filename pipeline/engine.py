@@ -260,6 +260,8 @@ class Engine:
         if stage.last:
             self._launch("LOSS", chunk, microbatch)
             self.end.losses[microbatch].copy_(slot.out)
+            if self.end.row_losses is not None and slot.context.row_losses is not None:
+                self.end.row_losses[microbatch].copy_(slot.context.row_losses)
         elif chunk + 1 in self.stages:
             self._hand_over("PASS_F", action, chunk + 1)
 
@@ -327,6 +329,9 @@ class Engine:
         self._launch("INPUT", stage.index, microbatch)
         context, inputs = slot.context, self.inputs
         context.key.copy_(inputs.keys[microbatch])
+        if context.starts is not None:
+            assert inputs.starts is not None
+            context.starts.copy_(inputs.starts[microbatch])
         if stage.first:
             assert inputs.inputs is not None
             slot.x.copy_(inputs.inputs[microbatch])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.batch import StepInput, on_device
+from pipeline.batch import StepInput, check_starts, on_device
 from pipeline.engine import Engine
 from pipeline.p2p import gather_rows
 from pipeline.stage import MicrobatchSlot
@@ -39,6 +39,7 @@ class Evaluator:
                 f"evaluation on microbatches of {list(batch.inputs.shape[1:])} tokens, the pipeline's buffers hold "
                 f"{[shape.batch, shape.sequence]}: use data.microbatch_size sequences of data.seq_len"
             )
+        check_starts(batch, engine.inputs.starts)
         if ledger.checks:
             reads = tuple((name, "rows") for name in engine.cache.names)
             ledger.versions.require_all(reads, epoch=ledger.weight_epoch(), reader="evaluation")
@@ -65,6 +66,8 @@ class Evaluator:
         engine = self._engine
         for index in sorted(engine.stages):
             stage, slot = engine.stages[index], self._slots[index]
+            if slot.context.starts is not None and batch.starts is not None:
+                slot.context.starts.copy_(batch.starts[microbatch])
             if stage.first:
                 slot.x.copy_(batch.inputs[microbatch])
             else:

@@ -44,6 +44,8 @@ class MicrobatchSlot:
             "key": self.context.key,
             "targets": self.context.targets,
             "loss_mask": self.context.loss_mask,
+            "starts": self.context.starts,
+            "row_losses": self.context.row_losses,
             "anchor": self.context.anchor,
         }
         return {name: tensor for name, tensor in named.items() if tensor is not None}
@@ -74,6 +76,8 @@ class Stage:
         main_grads: trainable parameter name → main-gradient view.
         w_slots: how many, a multiple of ``coalesce_w``; they have storages of their own where that is above 1.
         coalesce_w: how many microbatches' W of one weight are one product.
+        documents: rows hold several documents that do not see each other.
+        row_losses: the last stage keeps each row's loss.
     """
 
     def __init__(
@@ -90,7 +94,10 @@ class Stage:
         device: torch.device | str = "cpu",
         w_slots: int = 0,
         coalesce_w: int = 1,
+        documents: bool = False,
+        row_losses: bool = False,
     ) -> None:
+        self.documents, self.row_losses = documents, row_losses and last
         self.chunk, self.index, self.first, self.last = chunk, index, first, last
         self.shape, self.divisor, self.device = shape, divisor, torch.device(device)
         self.masked = last or bool(mixtures(chunk))  # its losses count valid tokens only: the last chunk's, and routers'
@@ -123,6 +130,8 @@ class Stage:
             divisor=self.divisor,
             targets=torch.zeros(tokens, dtype=torch.int64, device=device) if self.last else None,
             loss_mask=torch.zeros(tokens, device=device) if self.last or (self.masked and phase is not Phase.EVAL) else None,
+            starts=torch.zeros(tokens, dtype=torch.int32, device=device) if self.documents else None,
+            row_losses=torch.zeros(shape.batch, dtype=torch.float64, device=device) if self.row_losses else None,
             anchor=torch.zeros((), device=device, requires_grad=True) if self.first else None,
         )
         slot = MicrobatchSlot(

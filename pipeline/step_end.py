@@ -66,6 +66,7 @@ class StepEnd:
         gate: SpikeGate | None = None,
         tied: TiedWeights | None = None,
         routing: torch.Tensor | None = None,
+        rows: int = 0,
     ) -> None:
         device = flat.device
         self._mesh, self._flat, self._optimizer = mesh, flat, optimizer
@@ -81,6 +82,8 @@ class StepEnd:
         self.routed = torch.zeros_like(self.routing)  # of all stages and replicas
         more = self.routing.numel()
         self.losses = torch.zeros(microbatches, dtype=wide, device=device)  # per microbatch, on the last stage
+        # The same before the division, per row of a microbatch: for reports, no part of the step.
+        self.row_losses = torch.zeros(microbatches, rows, dtype=wide, device=device) if rows else None
         # This replica's routing, number of non-finite amax and loss.
         self._mine = torch.zeros(more + 2, dtype=wide, device=device)
         self._replicas = torch.zeros(mesh.size("dp"), more + 2, dtype=wide, device=device)

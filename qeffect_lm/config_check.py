@@ -45,6 +45,7 @@ def cross_check(config: Config) -> list[str]:
         *_check_moments(config),
         *_check_main_grads(config),
         *_check_train(config),
+        *_check_data(config),
         *_check_start(config),
     ]
 
@@ -92,6 +93,16 @@ def _check_backend(config: Config) -> Iterator[str]:
         yield f"parallel.tp {config.parallel.tp}: model.backend te runs without tensor parallelism so far: set 1, {native}"
     if fp8.recipe != "delayed" and fp8.recipe != "none" and fp8.margin:
         yield f"precision.fp8.margin {fp8.margin}: recipe {fp8.recipe} of model.backend te has no margin: set it to 0"
+
+
+def _check_data(config: Config) -> Iterator[str]:
+    data = config.data
+    if data.train is not None and data.blend is not None:
+        yield "data.train and data.blend are both set: put data.train among the corpora of data.blend, or unset one"
+    if data.blend is not None and len(data.blend) == 0:
+        yield "data.blend is empty: name corpora as 'WEIGHT PATH', or set data.train"
+    if data.documents == "reset" and config.model.backend == "te":
+        yield "data.documents reset: model.backend te does not keep documents apart: set joined, or model.backend=native"
 
 
 def _check_pipeline(config: Config) -> Iterator[str]:

@@ -261,14 +261,58 @@ class DataConfig(Section):
         on_resume="warn",
         unit="path",
     )
+    blend: tuple[str, ...] | None = _key(
+        None,
+        "Several training corpora instead of data.train, each as 'WEIGHT PATH' ('0.7 data/web'); weights: shares of samples.",
+        on_resume="warn",
+        strict=False,
+    )
     valid: str | None = _key(
         None, "Held-out corpus for evaluation, as data.train.", on_resume="free", unit="path"
     )
     tokenizer: str | None = _key(
-        None, "sentencepiece model file (.model) of the corpus.", on_resume="warn", unit="path"
+        None,
+        "Tokenizer of the corpus: sentencepiece's .model or Hugging Face's tokenizer.json.",
+        on_resume="warn",
+        unit="path",
     )
     seq_len: int = _key(128, "Length of one training sequence.", on_resume="refuse", unit="tokens", ge=1)
     microbatch_size: int = _key(8, "Sequences in one microbatch.", on_resume="refuse", unit="sequences", ge=1)
+    packing: Literal["stream", "whole"] = _key(
+        "stream",
+        "How samples are cut. stream: the stream of all tokens at multiples of seq_len. whole: whole documents as long as they "
+        "fit, then padding, which no loss counts.",
+        on_resume="refuse",
+    )
+    documents: Literal["joined", "reset"] = _key(
+        "joined",
+        "reset: documents of a sample do not see each other, positions begin at 0 in each, and a document's first token is "
+        "nobody's target.",
+        on_resume="refuse",
+    )
+    workers: int | None = _key(
+        None,
+        "Processes that read ahead; 0: steps are read when they are needed; null: 2 on a GPU, else 0.",
+        on_resume="free",
+        unit="processes",
+        ge=0,
+        le=64,
+    )
+    cache: str | None = _key(
+        None,
+        "Folder of digests and indices made from the corpora; null: data-cache in run.dir.",
+        on_resume="free",
+        unit="path",
+    )
+    cache_timeout: float = _key(
+        1800.0, "How long to wait for the process that makes an entry of data.cache.", on_resume="free", unit="seconds", gt=0
+    )
+    accept_blend: bool = _key(
+        False, "On resume, go on with other corpora or weights than the checkpoint's; the change is recorded.", on_resume="free"
+    )
+    accept_batch: bool = _key(
+        False, "On resume, go on with another number of samples per step; the change is recorded.", on_resume="free"
+    )
 
 
 class OptimConfig(Section):

@@ -25,6 +25,7 @@ class Batch:
     targets: torch.Tensor
     loss_mask: torch.Tensor
     tokens: int
+    starts: torch.Tensor | None = None
 
 
 def batch(seed: int, microbatches: int = 4, size: int = 2, sequence: int = 16, vocab: int = 64) -> Batch:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from models import build_model
-from models.decoder import Decoder
+from models.decoder import Decoder, DecoderBlock
 from models.spec import ParameterSpec
 from pipeline.batch import StepBuffers
 from pipeline.calibrate import calibrate
@@ -274,6 +274,8 @@ def assemble(
     flat = _flat_storages(config, param_specs(config, chunks, specs, model.ties), dtype, device, shard_of(config, mesh))
     for chunk in chunks.values():
         _bind_parameters(chunk, flat)
+        if config.data.documents == "reset":
+            _check_documents(chunk)
     _initialise(flat, specs, config.run.seed)
     tied = tied_weights(model, plan, counts, flat, mesh)
 
@@ -318,6 +320,7 @@ def assemble(
         gate=gate,
         tied=tied,
         routing=routing,
+        rows=config.data.microbatch_size if config.data.blend is not None else 0,
     )
     divisor = torch.ones((), dtype=torch.float64 if dtype is torch.float64 else torch.float32, device=device)
     stages = _stages(config, plan, mesh, chunks, flat, divisor, dtype)
@@ -330,6 +333,7 @@ def assemble(
         replica=mesh.coord("dp"),
         replicas=mesh.size("dp"),
         masked=any(stage.masked for stage in stages.values()),
+        documents=config.data.documents == "reset",
     )
     transport = None
     if plan.num_ranks > 1:
@@ -405,6 +409,16 @@ def shard_of(config: Config, mesh: Mesh) -> Shard | None:
     if not config.optim.zero or mesh.size("dp") == 1:
         return None
     return Shard(mesh.size("dp"), mesh.coord("dp"), int(config.parallel.bucket_mib * 2**20))
+
+
+def _check_documents(chunk: torch.nn.Module) -> None:
+    """Raise UsageError for a part that mixes tokens and does not know of documents."""
+    for block in chunk.modules():
+        if isinstance(block, DecoderBlock) and not getattr(block.attention, "documents", False):
+            raise UsageError(
+                f"data.documents=reset, but {block.attention.name} ({type(block.attention).__name__}) does not keep documents "
+                "apart: set data.documents=joined, or have it read context.starts and say documents = True"
+            )
 
 
 def _initialise(flat: FlatBuffers, specs: dict[str, ParameterSpec], seed: int) -> None:
@@ -540,6 +554,8 @@ def _stages(
             divisor=divisor,
             main_grads=grads,
             device=flat.device,
+            documents=config.data.documents == "reset",
+            row_losses=config.data.blend is not None,
         )
         for index, chunk in chunks.items()
     }

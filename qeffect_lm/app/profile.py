@@ -59,6 +59,7 @@ class Microbatches:
     targets: torch.Tensor
     loss_mask: torch.Tensor
     tokens: int
+    starts: torch.Tensor | None = None
 
 
 def made_up_batch(config: Config) -> Microbatches:
@@ -66,7 +67,8 @@ def made_up_batch(config: Config) -> Microbatches:
     data = config.data
     shape = (1, data.microbatch_size, data.seq_len)
     tokens = torch.arange(data.microbatch_size * data.seq_len).view(shape) % config.model.vocab_size
-    return Microbatches(tokens, tokens.roll(-1, -1), torch.ones(shape), tokens.numel() * config.pipeline.microbatches)
+    starts = torch.zeros(shape, dtype=torch.int32) if data.documents == "reset" else None
+    return Microbatches(tokens, tokens.roll(-1, -1), torch.ones(shape), tokens.numel() * config.pipeline.microbatches, starts)
 
 
 def in_fp8(config: Config) -> list[bool]:
@@ -126,7 +128,8 @@ def _measured(assembly: Assembly, batch: StepInput) -> list[Part]:
     """Medians over some microbatches of some steps, chunk by chunk."""
     m = MICROBATCHES
     same = [tensor[:1].repeat(m, 1, 1) for tensor in (batch.inputs, batch.targets, batch.loss_mask)]
-    repeated = Microbatches(same[0], same[1], same[2], batch.tokens)
+    starts = None if batch.starts is None else batch.starts[:1].repeat(m, 1, 1)
+    repeated = Microbatches(same[0], same[1], same[2], batch.tokens, starts)
     assembly.prepare(repeated)
     meter = Meter(assembly.engine, assembly.register.knows)
     seconds: dict[tuple[Kind, int], list[float]] = {}

@@ -80,7 +80,8 @@ def data_of(assembly: Assembly, mesh: Mesh, batch: StepBatch) -> dict[str, str]:
     told: dict[str, str] = {}
     for microbatch, key in enumerate(assembly.engine.inputs.keys.tolist()):
         place = f"microbatch {microbatch * mesh.size('dp') + mesh.coord('dp')}"
-        told |= {f"{place} {name}": digest(getattr(batch, name)[microbatch]) for name in ("inputs", "targets", "loss_mask")}
+        names = ["inputs", "targets", "loss_mask", *["starts"] * (batch.starts is not None)]
+        told |= {f"{place} {name}": digest(getattr(batch, name)[microbatch]) for name in names}
         told[f"{place} random key"] = str(key)
     return told
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,9 @@ def restore_run(
     Returns: what to tell about graphs that were not compared with the saved ones, or differ and were accepted; or None.
     """
     accept = assembly.config.checkpoint.accept_new_graphs
+    cursor = _Cursor(loader, assembly.config, say)
     try:
-        return restore(checkpoint, assembly, loader, comm, mesh.coords, dict(mesh.sizes), changed, accept, say)
+        return restore(checkpoint, assembly, cursor, comm, mesh.coords, dict(mesh.sizes), changed, accept, say)
     except GraphsDifferError:  # nothing is wrong with the checkpoint
         raise
     except (CheckpointError, ResumeError) as error:
@@ -95,6 +97,25 @@ def restore_run(
         after = f"the same command then resumes from {earlier[-1].name}" if earlier else "there is no earlier one"
         error.args = (f"{error}. If it is damaged, move {checkpoint.path} away: {after}",)
         raise
+
+
+@dataclass
+class _Cursor:
+    """The loader's cursor, with what the configuration lets change."""
+
+    loader: StepLoader
+    config: Config
+    say: Callable[[str], None]
+
+    def state(self) -> dict[str, Any]:
+        return self.loader.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        data = self.config.data
+        changed = self.loader.load_state(state, accept_blend=data.accept_blend, accept_batch=data.accept_batch)
+        if self.loader.shape.dp_rank == 0:
+            for what in changed:
+                self.say(f"recorded in the data cursor: {what}")
 
 
 def check_config(config: Config, checkpoint: Checkpoint, env: LaunchEnv, say: Callable[[str], None]) -> list[str]:
@@ -107,15 +128,18 @@ def check_config(config: Config, checkpoint: Checkpoint, env: LaunchEnv, say: Ca
             f"{checkpoint.path} belongs to another model, recipe or data order; these keys may not change on resume:\n{lines}\n"
             "set them back, or start a new run in another run.dir"
         )
+    before, now = _step_samples(checkpoint.meta["config"]), _step_samples(config.to_dict())
+    another = (
+        f"a step takes {now} sequences now, {before} before: the same batch needs parallel.dp x "
+        f"pipeline.microbatches = {before // config.data.microbatch_size}"
+    )
+    if before != now and not config.data.accept_batch:
+        raise UsageError(f"{another}, or set data.accept_batch=true to go on with another one")
     if env.rank == 0:
         for change in changes:
             say(f"changed since the checkpoint: {change}" + (" (may change results)" if change.severity == "warn" else ""))
-        before, now = _step_samples(checkpoint.meta["config"]), _step_samples(config.to_dict())
         if before != now:
-            say(
-                f"WARNING: a step takes {now} sequences now, {before} before: the same batch needs parallel.dp x "
-                f"pipeline.microbatches = {before // config.data.microbatch_size}"
-            )
+            say(f"WARNING: {another}")
     return [change.key for change in changes if change.severity == "warn"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import resource
 import secrets
 import time
@@ -26,7 +27,7 @@ from qeffect_lm.app.counts import active_parameters
 from qeffect_lm.app.recording import Recorder
 from qeffect_lm.app.resuming import branch_of, check_config, find_checkpoint, plan_of, restore_run
 from qeffect_lm.app.saving import Saver
-from qeffect_lm.app.sources import check_tokenizer, check_tokens, held_out_batch, make_loader, open_dataset
+from qeffect_lm.app.sources import check_tokenizer, held_out_batch, make_loader
 from qeffect_lm.app.starting import companions_of, open_start, start_from
 from qeffect_lm.config import Config
 from qeffect_lm.contract.timeline import Direction
@@ -56,7 +57,6 @@ class Run:
     assembly: Assembly
     loader: StepLoader
     held_out: StepBatch | None
-    dataset_hash: str
     branch: str | None
     companions: dict[str, bytes] = field(default_factory=dict)  # on the rank that leads
     origin: dict[str, Any] | None = None
@@ -64,6 +64,7 @@ class Run:
     tokens: int = 0
     wandb: WandbLogger | None = None
     meter: Meter | None = None
+    batch: StepBatch | None = None  # the step's that runs
     recorder: Recorder = field(init=False)
     saver: Saver = field(init=False)  # once the run is about to begin
 
@@ -78,9 +79,8 @@ class Run:
     # ---- what the loop drives ---------------------------------------------------------------------------------
 
     def next_batch(self) -> StepBatch:
-        batch = self.loader.next_step()
-        check_tokens(batch, self.config.model.vocab_size)
-        return batch
+        self.batch = self.loader.next_step()
+        return self.batch
 
     def evaluate(self) -> float | None:
         return None if self.held_out is None else self.assembly.evaluator.run(self.held_out)
@@ -93,7 +93,27 @@ class Run:
         """Watch the next step; what it returns measures it against the plan, collective over the pipeline, and has the news of
         saves."""
         measured = self._measure()
-        return lambda: {**measured(), **self.saver.news()}
+        return lambda: {**measured(), **self.source_losses(), **self.saver.news()}
+
+    def source_losses(self) -> dict[str, Value]:
+        """The last step's loss of each corpus of a blend, in nats per counted token; collective where there is a blend."""
+        rows = self.assembly.engine.end.row_losses
+        if rows is None or self.batch is None or self.batch.sources is None:
+            return {}
+        count = len(self.loader.sources)
+        which, counted = self.batch.sources.reshape(-1), self.batch.loss_mask.sum(-1).reshape(-1)
+        last = any(stage.last for stage in self.assembly.engine.stages.values())
+        mine = torch.zeros(2, count, dtype=torch.float64)
+        if last:  # who else has the same rows has no losses of them
+            mine[0].index_add_(0, which, rows.reshape(-1).cpu())
+            mine[1].index_add_(0, which, counted.double())
+        gathered = self.comm.gather(mine)
+        if gathered is None:
+            return {}
+        total, tokens = torch.stack(list(gathered)).sum(0)
+        return {
+            f"loss/{name}": float(total[i] / tokens[i]) for i, name in enumerate(self.loader.names) if float(tokens[i]) > 0
+        }
 
     def _measure(self) -> Callable[[], dict[str, Value]]:
         """The graph of a whole step measures nothing unless ``graphs.timed`` has it record times."""
@@ -123,7 +143,8 @@ class Run:
             "tokens": tokens,
             "config": self.config.to_dict(),
             "data": self.loader.state(),
-            "dataset_sha256": self.dataset_hash,
+            "dataset_sha256": self.loader.blends[-1].sources[0],
+            "tokenizer_sha256": tokenizer_hash(self.config),
             "layout": self.layout(),
             "schedule": self.config.pipeline.schedule,
             "plan": self.assembly.plan.to_json(),
@@ -156,6 +177,7 @@ def train_run(config: Config, env: LaunchEnv, say: Callable[[str], None] = print
             stack.enter_context(holding(Path(config.run.dir)))
         run, checkpoint = _set_up(config, env, stack, say)
         stack.callback(run.assembly.release)  # before the process group is left
+        stack.callback(run.loader.close)
         start = run.start
         if checkpoint is not None and run.leads:
             say(f"resumed at {start} from {checkpoint.path}")
@@ -220,16 +242,8 @@ def build(
     changed = [] if checkpoint is None else check_config(config, checkpoint, env, say)
     first = open_start(config) if checkpoint is None else None
     seed_generators(config.run.seed, env.rank)
-    dataset = open_dataset(config.data.train, "data.train")
-    loader = make_loader(config, dataset, mesh)
-
-    def peek() -> StepBatch:
-        """The first step's data; nothing is consumed."""
-        before, first = loader.state(), loader.next_step()
-        check_tokens(first, config.model.vocab_size)
-        loader.load_state(before)
-        return first
-
+    loader = make_loader(config, mesh, device_of(config).type == "cuda")
+    peek = loader.peek  # the first step's data; nothing is consumed
     plan = plan_of(checkpoint, mesh, config)
     if plan is not None and env.rank == 0 and config.pipeline.schedule == "auto":
         say("auto: the checkpoint's plan, nothing is measured")
@@ -238,7 +252,7 @@ def build(
     agree_on_plan(config, plan, comm)
     assembly = assemble(config, mesh, plan)
     held_out, branch = held_out_batch(config), branch_of(config, checkpoint)
-    run = Run(config, env, mesh, comm, assembly, loader, held_out, dataset.content_hash(), branch)
+    run = Run(config, env, mesh, comm, assembly, loader, held_out, branch)
     run.recorder = Recorder(assembly, loader, mesh, comm, config, say)
     if run.leads:
         run.companions = companions_of(config, checkpoint or first, say)
@@ -388,6 +402,11 @@ def _save_config(config: Config, start: int) -> None:
     if path.exists() and path.read_text() != text and start:
         path = folder / f"config.resumed-at-{start}.yaml"
     path.write_text(text)
+
+
+def tokenizer_hash(config: Config) -> str | None:
+    """SHA-256 of ``data.tokenizer``; None without one."""
+    return None if config.data.tokenizer is None else hashlib.sha256(Path(config.data.tokenizer).read_bytes()).hexdigest()
 
 
 def nothing() -> None:

@@ -1,14 +1,18 @@
-"""Where a run's data comes from: corpora, loader, held-out windows, tokenizer, each checked against the model."""
+"""Where a run's data comes from: corpora, loader, held-out samples, tokenizer, each checked against the model."""
 
 from __future__ import annotations
 
-import torch
+from pathlib import Path
 
 from qeffect_lm.config import Config
+from qeffect_lm.data.index import IndexCache
 from qeffect_lm.data.indexed import IndexedDataset
-from qeffect_lm.data.loader import StepBatch, StepLoader, sequential_batches
+from qeffect_lm.data.loader import StepBatch, StepLoader, StepShape, check_tokens, sequential_batches
+from qeffect_lm.data.packing import Samples
 from qeffect_lm.errors import UsageError
 from qeffect_lm.parallel.mesh import Mesh
+
+GPU_WORKERS = 2
 
 
 def open_dataset(prefix: str | None, key: str) -> IndexedDataset:
@@ -22,24 +26,58 @@ def open_dataset(prefix: str | None, key: str) -> IndexedDataset:
     return IndexedDataset(prefix)
 
 
-def make_loader(config: Config, dataset: IndexedDataset, mesh: Mesh) -> StepLoader:
+def samples_of(config: Config, dataset: IndexedDataset) -> Samples:
+    """A corpus cut as configured."""
+    data = config.data
+    folder = Path(data.cache) if data.cache is not None else Path(config.run.dir) / "data-cache"
+    cache = IndexCache(folder, data.cache_timeout)
+    return Samples(dataset, data.seq_len, data.packing, data.documents == "reset", cache)
+
+
+def make_loader(config: Config, mesh: Mesh, gpu: bool = False) -> StepLoader:
+    """The loader of this rank's steps.
+
+    Raises:
+        UsageError: a corpus is not configured, missing or damaged, or a blend has no weights.
+    """
+    weights, prefixes = blend_of(config)
+    workers = config.data.workers
     return StepLoader(
-        dataset,
-        seq_len=config.data.seq_len,
-        microbatch_size=config.data.microbatch_size,
-        microbatches=config.pipeline.microbatches,
-        dp_rank=mesh.coord("dp"),
-        dp_size=mesh.size("dp"),
+        [samples_of(config, open_dataset(prefix, "data.train")) for prefix in prefixes],
+        StepShape(config.data.microbatch_size, config.pipeline.microbatches, mesh.coord("dp"), mesh.size("dp")),
         seed=config.run.seed,
+        weights=weights,
+        vocab_size=config.model.vocab_size,
+        workers=(GPU_WORKERS if gpu else 0) if workers is None else workers,
+        pinned=gpu,
     )
 
 
+def blend_of(config: Config) -> tuple[list[str], list[str | None]]:
+    """Weights and prefixes of the training corpora."""
+    if config.data.blend is None:
+        return ["1"], [config.data.train]
+    weights: list[str] = []
+    prefixes: list[str | None] = []
+    for entry in config.data.blend:
+        weight, _, prefix = entry.strip().partition(" ")
+        try:
+            float(weight)
+        except ValueError:
+            prefix = ""
+        if not prefix.strip():
+            raise UsageError(f"data.blend has {entry!r}: write each corpus as 'WEIGHT PATH', such as '0.7 data/web'")
+        weights.append(weight)
+        prefixes.append(prefix.strip())
+    return weights, prefixes
+
+
 def held_out_batch(config: Config) -> StepBatch | None:
-    """The fixed evaluation windows, or None where no held-out corpus is configured."""
+    """The fixed evaluation samples, or None where no held-out corpus is configured."""
     if config.data.valid is None:
         return None
-    dataset = open_dataset(config.data.valid, "data.valid")
-    batch = sequential_batches(dataset, config.data.seq_len, config.data.microbatch_size, config.train.eval_microbatches)
+    samples = samples_of(config, open_dataset(config.data.valid, "data.valid"))
+    batch = sequential_batches(samples, config.data.microbatch_size, config.train.eval_microbatches)
     check_tokens(batch, config.model.vocab_size)
     return batch
 
@@ -48,21 +86,11 @@ def check_tokenizer(config: Config) -> None:
     """The tokenizer's vocabulary is the model's."""
     if config.data.tokenizer is None:
         return
-    from qeffect_lm.data.tokenizer import Tokenizer  # needs sentencepiece, which training on token ids alone does not
+    from qeffect_lm.data.encoding import open_tokenizer  # needs sentencepiece, which training on token ids alone does not
 
-    tokenizer = Tokenizer(config.data.tokenizer)
+    tokenizer = open_tokenizer(config.data.tokenizer)
     if tokenizer.vocab_size != config.model.vocab_size:
         raise UsageError(
             f"{config.data.tokenizer} has {tokenizer.vocab_size} tokens, model.vocab_size is {config.model.vocab_size}: set "
             f"model.vocab_size={tokenizer.vocab_size}, or use the model's own tokenizer"
-        )
-
-
-def check_tokens(batch: StepBatch, vocab_size: int) -> None:
-    """Raise :class:`UsageError` when the data holds token ids that the model has no row for."""
-    largest = int(torch.maximum(batch.inputs.max(), batch.targets.max()))
-    if largest >= vocab_size:
-        raise UsageError(
-            f"the corpus holds token id {largest}, but model.vocab_size is {vocab_size}: use the tokenizer the corpus was made "
-            "with, or set model.vocab_size to its vocabulary"
         )

@@ -34,10 +34,10 @@ def _tables(cos, sin, position, half, HALF: tl.constexpr):
 
 
 @triton.jit
-def _rope_kernel(qkv, cos, sin, sequence, kv_heads, group, half, HEADS: tl.constexpr, HALF: tl.constexpr):
+def _rope_kernel(qkv, cos, sin, period, kv_heads, group, half, HEADS: tl.constexpr, HALF: tl.constexpr):
     """One token: its q and k heads, numbered without the v heads."""
     token = tl.program_id(0)
-    lane, c, s = _tables(cos, sin, token % sequence, half, HALF)
+    lane, c, s = _tables(cos, sin, token % period, half, HALF)
     head = tl.arange(0, HEADS)
     kv, place = head // (group + 1), head % (group + 1)
     at = (token.to(tl.int64) * kv_heads * (group + 2) + kv * (group + 2) + place) * (2 * half)
@@ -52,14 +52,14 @@ def _rope_kernel(qkv, cos, sin, sequence, kv_heads, group, half, HEADS: tl.const
 
 @triton.jit
 def _rope_backward_kernel(
-    dq, dk, dv, cos, sin, out, sequence, kv_heads, group, half,
+    dq, dk, dv, cos, sin, out, sequence, period, kv_heads, group, half,
     q_batch, q_kv, q_head, q_token, k_batch, k_kv, k_token, v_batch, v_kv, v_token,
     HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """One token: all rows of its fused gradient."""
     token = tl.program_id(0)
     position, batch = token % sequence, (token // sequence).to(tl.int64)
-    lane, c, s = _tables(cos, sin, position, half, HALF)
+    lane, c, s = _tables(cos, sin, token % period, half, HALF)
     head = tl.arange(0, HEADS)
     kv, place = head // (group + 2), head % (group + 2)
     is_q, is_k = (place < group), (place == group)
@@ -79,7 +79,8 @@ def _rope_backward_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
 def _rope_backward_quantise_kernel(
-    dq, dk, dv, cos, sin, scale, rows, columns, amax, scale_inv, pitch, tokens, sequence, kv_heads, group, half,
+    dq, dk, dv, cos, sin, scale, rows, columns, amax, scale_inv, pitch, tokens, sequence, period,
+    kv_heads, group, half,
     q_batch, q_kv, q_head, q_token, k_batch, k_kv, k_token, v_batch, v_kv, v_token,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, AMAX: tl.constexpr, E5M2: tl.constexpr,
     TILE_M: tl.constexpr, HALF: tl.constexpr,
@@ -99,7 +100,7 @@ def _rope_backward_quantise_kernel(
     source = start + (batch * of_batch + position * of_token)[:, None] + lane[None, :]
     first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source + half, mask=mask, other=0.0).to(tl.float32)
-    angle = (token % sequence)[:, None] * half + lane[None, :]
+    angle = (token % period)[:, None] * half + lane[None, :]
     c = tl.load(cos + angle, mask=mask & turned, other=0.0).to(tl.float32)
     s = tl.load(sin + angle, mask=mask & turned, other=0.0).to(tl.float32)
     back_first, back_second = _rotated(first, second, c, s, True)
@@ -128,12 +129,13 @@ def heads(qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def rotate_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Rotate q and k of ``qkv`` ``[batch, sequence, kv_heads, group + 2, head_dim]`` (contiguous) in place.
 
-    ``cos`` and ``sin`` are ``[sequence, head_dim // 2]``. Computed in float32, rounded once.
+    ``cos`` and ``sin`` are ``[sequence, head_dim // 2]``, or of every token ``[batch * sequence, head_dim // 2]``. Computed in
+    float32, rounded once.
     """
     batch, sequence, kv_heads, parts, head_dim = qkv.shape
     launched("rope", qkv, cos, sin)
     _rope_kernel[(batch * sequence,)](
-        qkv, cos, sin, sequence, kv_heads, parts - 2, head_dim // 2, **_shape(kv_heads * (parts - 1), head_dim // 2)
+        qkv, cos, sin, cos.shape[0], kv_heads, parts - 2, head_dim // 2, **_shape(kv_heads * (parts - 1), head_dim // 2)
     )
 
 
@@ -149,7 +151,7 @@ def gather(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, cos: torch.Tens
     strides = (*dq.stride()[:4], *dk.stride()[:3], *dv.stride()[:3])
     launched("rope_backward", dq, dk, dv, cos, sin, out)
     _rope_backward_kernel[(batch * sequence,)](
-        dq, dk, dv, cos, sin, out, sequence, kv_heads, group, head_dim // 2, *strides,
+        dq, dk, dv, cos, sin, out, sequence, cos.shape[0], kv_heads, group, head_dim // 2, *strides,
         **_shape(kv_heads * (group + 2), head_dim // 2),
     )  # fmt: skip
     return out
@@ -168,7 +170,7 @@ def backward_quantise(
     grid = (triton.cdiv(batch * sequence, tile.rows) * kv_heads * (group + 2),)
     _rope_backward_quantise_kernel[grid](
         dq, dk, dv, cos, sin, *outputs.pointers(), outputs.pitch,
-        batch * sequence, sequence, kv_heads, group, head_dim // 2, *strides,
+        batch * sequence, sequence, cos.shape[0], kv_heads, group, head_dim // 2, *strides,
         HALF=triton.next_power_of_2(head_dim // 2), **switches,
     )  # fmt: skip
     return outputs.quantised()

@@ -20,10 +20,10 @@ from qeffect_lm.layers.context import LayerContext
 from qeffect_lm.layers.linear import SplitLinear
 from qeffect_lm.layers.norm import RMSNorm
 from qeffect_lm.layers.recompute import recomputed
-from qeffect_lm.layers.rope import Rope, apply_rope, identity_tables
+from qeffect_lm.layers.rope import Rope, apply_rope, identity_tables, positions_of
 
 if TYPE_CHECKING:
-    from qeffect_lm.kernels.cudnn_attention import CudnnAttention
+    from qeffect_lm.layers.sdpa import AttentionLibrary
 
 
 class Attention(Layer):
@@ -38,6 +38,7 @@ class Attention(Layer):
     """
 
     caches = True
+    documents = True
     cos: torch.Tensor
     sin: torch.Tensor
     cos_ends: torch.Tensor | None
@@ -73,7 +74,7 @@ class Attention(Layer):
         self.register_buffer("sin", sin, persistent=False)
         self.register_buffer("cos_ends", None, persistent=False)
         self.register_buffer("sin_ends", None, persistent=False)
-        self.library: CudnnAttention | None = None  # a GPU's attention, bound at assembly (bind_attention)
+        self.library: AttentionLibrary | None = None  # a GPU's attention, bound at assembly (bind_attention)
 
     def forward(
         self, x: torch.Tensor, context: LayerContext, norm: Layer | None = None, *, residual: bool = False
@@ -99,6 +100,22 @@ class Attention(Layer):
     def _windowed(self, total: int) -> bool:
         """Whether the window hides anything from ``total`` tokens."""
         return self.window is not None and total > self.window
+
+    def library_of(self, context: LayerContext) -> AttentionLibrary | None:
+        """Whose attention kernels run: those that keep documents apart, where there are any."""
+        if context.starts is None:
+            return self.library
+        from qeffect_lm.kernels.document_attention import DocumentAttention
+
+        return DocumentAttention(context.starts, self.window)
+
+    def training_tables(self, sequence: int, context: LayerContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of the tokens of whole rows: ``[sequence, head_dim // 2]``, or with documents, whose positions count from
+        their first token, ``[batch * sequence, head_dim // 2]``. Frequencies are those of rows as long as the tables."""
+        if context.starts is None:
+            return self.tables(0, sequence)
+        at = positions_of(context.starts).reshape(-1)
+        return self.cos[at], self.sin[at]
 
     def tables(self, start: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of ``sequence`` tokens from position ``start`` on; frequencies are those of all tokens so far."""
@@ -156,12 +173,14 @@ class Attention(Layer):
         group = self.heads // self.kv_heads
         fused = self.normed(projected.view(batch, sequence, self.kv_heads, group + 2, self.head_dim), context)
         cache = context.cache
-        if kernels.usable(fused) and cache is None and not self._windowed(sequence):
-            cos, sin = self.tables(0, sequence)
+        documents = context.starts is not None
+        if kernels.usable(fused) and cache is None and (documents or not self._windowed(sequence)):
+            cos, sin = self.training_tables(sequence, context)
             if self.selective and self.q_norm is None:
                 fused = fused.clone()  # rotated in place below, and needed once more as it is
-            if self.library is not None and self.library.takes(fused):
-                y = _RotatedAttention.apply(fused, cos, sin, self.library)
+            library = self.library_of(context)
+            if library is not None and library.takes(fused):
+                y = _RotatedAttention.apply(fused, cos, sin, library)
             else:
                 y = sdpa.attend(*RotatedHeads.apply(fused, cos, sin))
             return self.out(y.reshape(batch, sequence, self.heads * self.head_dim), context)
@@ -169,10 +188,13 @@ class Attention(Layer):
         k = fused[:, :, :, group].transpose(1, 2)
         v = fused[:, :, :, group + 1].transpose(1, 2)
         if cache is None or cache.fresh:
-            q, k = self._rotated(q, k, *self.tables(0, sequence))
+            cos, sin = self.training_tables(sequence, context)
+            if documents:
+                cos, sin = (table.view(batch, 1, sequence, -1) for table in (cos, sin))
+            q, k = self._rotated(q, k, cos, sin)
             if cache is not None:
                 cache.extend(self.name, k, v)
-            y = self._attend(q, self._repeat(k, group), self._repeat(v, group))
+            y = self._attend(q, self._repeat(k, group), self._repeat(v, group), context.starts)
         else:
             q, k = self._rotated(q, k, *self.step_tables(cache.positions))
             y = self._attend_cached(q, *cache.extend(self.name, k, v), cache.mask(self.window))
@@ -192,14 +214,19 @@ class Attention(Layer):
         wide = x[:, :, None].expand(batch, kv_heads, group, sequence, head_dim)
         return wide.reshape(batch, kv_heads * group, sequence, head_dim)
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor | None = None
+    ) -> torch.Tensor:
         sequence = q.shape[2]
-        if not self._windowed(sequence):
+        if not self._windowed(sequence) and starts is None:
             return functional.scaled_dot_product_attention(q, k, v, is_causal=sequence > 1)
-        assert self.window is not None
         query = torch.arange(sequence, device=q.device)[:, None]
         key = torch.arange(sequence, device=q.device)[None]
-        mask = (key <= query) & (key > query - self.window)
+        mask = key <= query
+        if self.window is not None:
+            mask = mask & (key > query - self.window)
+        if starts is not None:
+            mask = mask & (key >= starts[:, None, :, None])
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
     def _attend_cached(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -243,7 +270,9 @@ class _RotatedAttention(torch.autograd.Function):
     """The fused projection, rotated in place, and the library's attention: ``[batch, sequence, kv_heads, group, head_dim]``."""
 
     @staticmethod
-    def forward(ctx: Any, fused: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, library: CudnnAttention) -> torch.Tensor:
+    def forward(
+        ctx: Any, fused: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, library: AttentionLibrary
+    ) -> torch.Tensor:
         from qeffect_lm.kernels import rope
 
         turned = fused.detach()
@@ -261,7 +290,7 @@ class _RotatedAttention(torch.autograd.Function):
         return rope.gather(*rope.heads(ctx.library.backward(turned, y, lse, dy)), cos, sin), None, None, None
 
 
-def bind_attention(module: nn.Module, library: CudnnAttention | None) -> None:
+def bind_attention(module: nn.Module, library: AttentionLibrary | None) -> None:
     """Give every attention of ``module`` the cuDNN of its device (assembly does, for layers on a GPU)."""
     for layer in module.modules():
         if isinstance(layer, Attention):

@@ -49,6 +49,10 @@ class LayerContext:
         targets: ``[batch, sequence]`` int64, on the last stage.
         loss_mask: ``[batch, sequence]`` float32, 0 where a target does not count.
         divisor: 0-dim float, the DP-global number of valid tokens of the step.
+        starts: ``[batch, sequence]`` int32, where each token's document begins in its row, rising; tokens before it are not
+        seen
+            and positions count from it. None: a row is one document.
+        row_losses: ``[batch]`` float64, on the last stage, where the loss layer leaves each row's sum; None: nobody asks.
         cache: keys and values of the sequences that this pass continues (generation).
         border: the stage's received buffers (input and output gradient), reused before W of the microbatch.
         joined: the W-slot's place among other microbatches' operands, where W of several is one product.
@@ -63,6 +67,8 @@ class LayerContext:
     targets: torch.Tensor | None = None
     loss_mask: torch.Tensor | None = None
     divisor: torch.Tensor | None = None
+    starts: torch.Tensor | None = None
+    row_losses: torch.Tensor | None = None
     anchor: torch.Tensor | None = None
     cache: KVCache | None = None
     border: tuple[torch.Tensor, ...] = ()

@@ -10,6 +10,7 @@ from torch import nn
 
 from qeffect_lm.layers.base import DirectGradLayer
 from qeffect_lm.layers.context import LayerContext
+from qeffect_lm.layers.rope import positions_of
 
 
 class Embedding(DirectGradLayer):
@@ -44,7 +45,9 @@ class _Embedding(torch.autograd.Function):
 
 class LearnedPositions(DirectGradLayer):
     """``x + weight[positions]``: ``[batch, sequence, hidden]`` → same, as in GPT-2. A sequence starts at position 0, or where a
-    cache says."""
+    cache says; with several documents in it each does."""
+
+    documents = True
 
     def __init__(self, name: str, positions: int, hidden: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(name)
@@ -63,14 +66,18 @@ class _Positions(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: LearnedPositions, context: LayerContext) -> torch.Tensor:
         ctx.layer, ctx.context = layer, context
-        return x + layer.weight.detach()[: x.shape[1]]
+        weight = layer.weight.detach()
+        return x + (weight[: x.shape[1]] if context.starts is None else weight[positions_of(context.starts)])
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         layer: LearnedPositions = ctx.layer
         if ctx.context.training and layer.weight.requires_grad:
             beta = ctx.context.active_scope().write_grad(layer.weight_name)
-            view, rows = layer.grad_view(), dy.shape[1]
+            view, rows, starts = layer.grad_view(), dy.shape[1], ctx.context.starts
+            if starts is not None:
+                scatter_(view, positions_of(starts).reshape(-1), dy.reshape(-1, dy.shape[-1]), beta)
+                return dy, None, None
             total = dy.to(torch.promote_types(dy.dtype, torch.float32)).sum(dim=0)
             if not beta:
                 view[rows:].zero_()  # positions that no sequence reaches

@@ -172,9 +172,9 @@ class FusedAttention(torch.autograd.Function):
         selective = attention.selective
         fused = attention.qkv.product(flat, context, quantiser, columns_in_i=selective)
         fused = fused.view(batch, sequence, attention.kv_heads, attention.heads // attention.kv_heads + 2, attention.head_dim)
-        cos, sin = attention.tables(0, sequence)
+        cos, sin = attention.training_tables(sequence, context)
         rope.rotate_(fused, cos, sin)
-        y, saved = sdpa.forward(fused, attention.library)
+        y, saved = sdpa.forward(fused, attention.library_of(context))
         rest = flat if residual else None
         result = attention.out.product(y.reshape(batch * sequence, -1), context, residual=rest, columns_in_i=selective)
         scales = [_held_scale(part) for part in (attention.qkv, attention.out)] if selective else [None, None]
@@ -188,14 +188,15 @@ class FusedAttention(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         flat, rstd, fused, cos, sin, qkv_scale, out_scale, *kept = ctx.saved_tensors
         attention, context = ctx.attention, ctx.context
+        library = attention.library_of(context)
         dy = dy.reshape(-1, attention.out.out_features)
         d_y = attention.out.input_grad(dy, context, True)
         if attention.selective:
-            y, saved = sdpa.forward(fused, attention.library)
+            y, saved = sdpa.forward(fused, library)
             _make_columns(attention.out, y.reshape(dy.shape[0], -1), quantise, out_scale, context)
         else:
             y, saved = kept[0], replace(ctx.saved, tensors=tuple(kept[1:]))
-        dq, dk, dv = sdpa.backward(d_y.view(y.shape), fused, y, saved, attention.library)
+        dq, dk, dv = sdpa.backward(d_y.view(y.shape), fused, y, saved, library)
         dx = attention.qkv.input_grad(dq, context, True, RotaryBackwardQuantiser(dk, dv, cos, sin))
         if attention.selective:
             _make_columns(attention.qkv, flat, _first_quantiser(ctx.rms), qkv_scale, context)

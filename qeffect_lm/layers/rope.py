@@ -101,8 +101,13 @@ def identity_tables(positions: int, head_dim: int, dtype: torch.dtype) -> tuple[
     return torch.ones(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
 
 
+def positions_of(starts: torch.Tensor) -> torch.Tensor:
+    """Positions ``[batch, sequence]`` that count from each token's document's start (``starts``, places in the row)."""
+    return torch.arange(starts.shape[1], dtype=starts.dtype, device=starts.device) - starts
+
+
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate ``[batch, heads, sequence, head_dim]`` by tables ``[sequence, head_dim // 2]``."""
+    """Rotate ``[batch, heads, sequence, head_dim]`` by tables ``[sequence, head_dim // 2]`` (or of more dimensions)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 

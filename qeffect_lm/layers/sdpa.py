@@ -16,17 +16,23 @@ from __future__ import annotations
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.nn.functional as functional
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-if TYPE_CHECKING:
-    from qeffect_lm.kernels.cudnn_attention import CudnnAttention
-
 _Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class AttentionLibrary(Protocol):
+    """Kernels for a caller that is an autograd node itself: :class:`~qeffect_lm.kernels.cudnn_attention.CudnnAttention`, or
+    :class:`~qeffect_lm.kernels.document_attention.DocumentAttention`."""
+
+    def takes(self, qkv: torch.Tensor) -> bool: ...
+    def forward(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def backward(self, qkv: torch.Tensor, y: torch.Tensor, lse: torch.Tensor, dy: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return _result(q, _attend(*_operands(q, k, v)))
 
 
-def forward(qkv: torch.Tensor, library: CudnnAttention | None = None) -> tuple[torch.Tensor, Saved]:
+def forward(qkv: torch.Tensor, library: AttentionLibrary | None = None) -> tuple[torch.Tensor, Saved]:
     """Attention for a caller that is an autograd node itself."""
     if library is not None and library.takes(qkv):
         y, lse = library.forward(qkv)
@@ -71,7 +77,7 @@ def forward(qkv: torch.Tensor, library: CudnnAttention | None = None) -> tuple[t
 
 
 def backward(
-    dy: torch.Tensor, qkv: torch.Tensor, y: torch.Tensor, saved: Saved, library: CudnnAttention | None = None
+    dy: torch.Tensor, qkv: torch.Tensor, y: torch.Tensor, saved: Saved, library: AttentionLibrary | None = None
 ) -> _Heads:
     """Gradients of q, k and v in their shapes, of any strides; ``y`` and ``saved`` are what :func:`forward` gave."""
     if library is not None and len(saved.tensors) == 1:

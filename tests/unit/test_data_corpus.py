@@ -183,12 +183,14 @@ def test_workers_end_with_their_parent() -> None:
     """Closing the iteration (as an interruption does) ends workers in the middle of a job."""
     before = set(threading.enumerate())
     jobs = run_jobs(_sleeps, [0, 1], 2, lambda count: None)
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs have it ignored
     timer = threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         list(jobs)
     timer.join()
+    signal.signal(signal.SIGINT, usual)
     assert time.monotonic() - began < 120 and set(threading.enumerate()) == before
 
 

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qeffect_lm.data.indexed import IndexedDataset, IndexedWriter
-from qeffect_lm.data.loader import StepLoader, num_windows, sequential_batches
+from qeffect_lm.data.loader import StepLoader, StepShape, sequential_batches
+from qeffect_lm.data.packing import Samples, num_windows
 from qeffect_lm.data.permutation import Permutation
 from qeffect_lm.errors import UsageError
 
@@ -35,9 +36,9 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> IndexedDataset:
     return make(tmp_path_factory.mktemp("data") / "a", 203)
 
 
-def loader(dataset: IndexedDataset, **changes: Any) -> StepLoader:
-    values: dict[str, Any] = {"seq_len": SEQ, "microbatch_size": 1, "microbatches": 1, "seed": 5}
-    return StepLoader(dataset, **{**values, **changes})
+def loader(dataset: IndexedDataset, seq_len: int = SEQ, seed: int = 5, reset: bool = False, **changes: Any) -> StepLoader:
+    shape = StepShape(**{"microbatch_size": 1, "microbatches": 1, **changes})
+    return StepLoader(Samples(dataset, seq_len, reset=reset), shape, seed=seed)
 
 
 # ---- permutation
@@ -102,12 +103,12 @@ def test_epochs_cover_every_window_once(dataset: IndexedDataset) -> None:
     """Every window occurs once per epoch; epochs and seeds have orders of their own; 50 windows, steps of
     4."""
     first = loader(dataset, microbatch_size=2, microbatches=2)
-    assert first.windows == 50
+    assert first.sources[0].size == 50
     starts = torch.cat([first.next_step().inputs[..., 0].flatten() for _ in range(25)]) // SEQ
     epochs = starts.reshape(2, 50).tolist()
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(50))
     assert epochs[0] != epochs[1] and epochs[0] != list(range(50))
-    other = loader(dataset, seed=6).window_numbers(np.arange(50)).tolist()
+    other = loader(dataset, seed=6).reader.places(np.arange(50))[1].tolist()
     assert sorted(other) == list(range(50)) and other != epochs[0]
 
 
@@ -123,17 +124,19 @@ def test_window_count() -> None:
 
 
 def test_masked_targets(tmp_path: Path) -> None:
-    """Targets equal to the mask token have mask 0, and the token count is over all data-parallel ranks."""
-    with IndexedWriter(tmp_path / "a", vocab_size=10) as writer:
-        writer.add_document([1, 9, 9, 2, 3, 4, 9, 5, 6, 7, 8, 9, 1, 2, 3, 9, 9])
+    """G4: a token of mask 0 does not count as a target, and the token count is over all data-parallel ranks."""
+    tokens = np.array([1, 9, 9, 2, 3, 4, 9, 5, 6, 7, 8, 9, 1, 2, 3, 9, 9])
+    for name, values in (("a.mask", tokens != 9), ("a", tokens)):
+        with IndexedWriter(tmp_path / name, vocab_size=10) as writer:
+            writer.add_document(values.astype(np.int64))
     dataset = IndexedDataset(tmp_path / "a")
-    parts = [
-        loader(dataset, microbatches=2, dp_rank=r, dp_size=2, mask_token_id=9).next_step() for r in range(2)
-    ]
+    parts = [loader(dataset, microbatches=2, dp_rank=r, dp_size=2).next_step() for r in range(2)]
     for part in parts:
         assert torch.equal(part.loss_mask, (part.targets != 9).float())
     assert parts[0].tokens == parts[1].tokens == sum(int(p.loss_mask.sum()) for p in parts) == 10
     assert parts[0].loss_mask.sum() != parts[1].loss_mask.sum()
+    for path in (tmp_path / "a.mask.idx", tmp_path / "a.mask.bin"):
+        path.unlink()
     plain = loader(dataset, microbatches=2, dp_size=2).next_step()
     assert plain.tokens == 16 and plain.loss_mask.eq(1).all()
 
@@ -235,13 +238,16 @@ def test_state_of_another_run_is_refused(dataset: IndexedDataset, tmp_path: Path
     refusals: dict[str, StepLoader] = {
         "seed": loader(dataset, seed=6),
         "seq_len": loader(dataset, seq_len=SEQ + 1),
-        "dataset_sha256": loader(other),
-        "mask_token_id": loader(dataset, mask_token_id=3),
+        "documents": loader(dataset, reset=True),
     }
     for key, part in refusals.items():
         with pytest.raises(UsageError, match=f"has {key} "):
             part.load_state(state)
         assert part.next_sample == 0
+    part = loader(other)
+    with pytest.raises(UsageError, match=r"of other data than this run's.*saved [0-9a-f]{12} x 1; now b x 1.*accept_blend"):
+        part.load_state(state)
+    assert part.next_sample == 0
     part = loader(dataset)
     for key in ("version", "algorithm"):
         with pytest.raises(UsageError, match=f"has {key} "):
@@ -257,26 +263,52 @@ def test_state_of_another_run_is_refused(dataset: IndexedDataset, tmp_path: Path
     assert part.next_sample == 40
 
 
+def test_the_cursor_of_an_older_checkpoint(dataset: IndexedDataset) -> None:
+    """Version 1: one source, cut as a stream. It goes on at the same sample of the same order."""
+    now = loader(dataset)
+    old = {"version": 1, "next_sample": 8, "mask_token_id": None, "dataset_sha256": dataset.content_hash()}
+    old |= {key: now.state()[key] for key in ("algorithm", "seed", "seq_len")}
+    now.load_state(old)
+    assert now.next_step().sample_ids.item() == 8 and now.state()["version"] == 2
+    with pytest.raises(UsageError, match="'dataset_sha256'"):
+        now.load_state({key: value for key, value in old.items() if key != "dataset_sha256"})
+    with pytest.raises(UsageError, match="of other data"):
+        now.load_state(old | {"dataset_sha256": "0" * 64})
+    with pytest.raises(UsageError, match="has seed"):
+        loader(dataset, seed=6).load_state(old)
+
+
+def test_another_batch_is_explicit_and_recorded(dataset: IndexedDataset) -> None:
+    state = loader(dataset, microbatches=4).state() | {"next_sample": 12}
+    part = loader(dataset, microbatches=6)
+    with pytest.raises(UsageError, match=r"6 samples now, 4 before \(from sample 12 on\): set data.accept_batch=true"):
+        part.load_state(state, accept_batch=False)
+    assert part.next_sample == 0
+    assert part.load_state(state) and part.state()["batches"] == [[0, 4], [12, 6]]
+    again = loader(dataset, microbatches=2, microbatch_size=3)  # as many samples: nothing to tell
+    assert again.load_state(part.state(), accept_batch=False) == []
+
+
 # ---- evaluation
 # ------------------------------------------------------------------------------------------------
 
 
 def test_sequential_batches_are_fixed_and_spread(dataset: IndexedDataset) -> None:
-    batch = sequential_batches(dataset, SEQ, 2, 5)
+    batch = sequential_batches(Samples(dataset, SEQ), 2, 5)
     assert batch.inputs.shape == (5, 2, SEQ) and batch.tokens == 40
     assert batch.sample_ids.flatten().tolist() == [0, 5, 10, 15, 20, 25, 30, 35, 40, 45]
     assert torch.equal(batch.inputs[..., 0], batch.sample_ids * SEQ)
-    again = sequential_batches(dataset, SEQ, 2, 5)
+    again = sequential_batches(Samples(dataset, SEQ), 2, 5)
     assert torch.equal(batch.inputs, again.inputs) and torch.equal(batch.targets, again.targets)
 
 
 def test_sequential_batches_of_a_small_set(dataset: IndexedDataset) -> None:
     """50 windows fill 16 microbatches of 3, each window at most once."""
-    batch = sequential_batches(dataset, SEQ, 3, 1000)
+    batch = sequential_batches(Samples(dataset, SEQ), 3, 1000)
     assert batch.inputs.shape == (16, 3, SEQ)
     assert len(set(batch.sample_ids.flatten().tolist())) == 48
-    masked = sequential_batches(dataset, SEQ, 50, 1, mask_token_id=8)
-    assert masked.tokens == 199 and masked.loss_mask.sum() == 199
+    apart = sequential_batches(Samples(dataset, SEQ, reset=True), 50, 1)
+    assert apart.tokens == int(apart.loss_mask.sum()) == 200 - 28  # 28 documents begin after the first one
 
 
 # ---- errors
@@ -290,12 +322,12 @@ BAD: dict[str, tuple[Callable[[IndexedDataset], Any], str]] = {
     "rank outside": (lambda d: loader(d, dp_rank=2, dp_size=2), "dp_rank 2 is outside the 2"),
     "negative rank": (lambda d: loader(d, dp_rank=-1, dp_size=2), "dp_rank -1 is outside"),
     "seq_len": (lambda d: loader(d, seq_len=0), "seq_len must be at least 1"),
-    "evaluation count": (lambda d: sequential_batches(d, SEQ, 2, 0), "count must be at least 1"),
+    "evaluation count": (lambda d: sequential_batches(Samples(d, SEQ), 2, 0), "count must be at least 1"),
     "evaluation too small": (
-        lambda d: sequential_batches(d, SEQ, 51, 1),
-        "50 windows.*too few.*microbatch of 51",
+        lambda d: sequential_batches(Samples(d, SEQ), 51, 1),
+        "50 samples.*too few.*microbatch of 51",
     ),
-    "evaluation window": (lambda d: sequential_batches(d, 300, 1, 1), "203 tokens.*needs 301"),
+    "evaluation window": (lambda d: sequential_batches(Samples(d, 300), 1, 1), "203 tokens.*needs 301"),
 }
 
 

@@ -15,6 +15,7 @@ from qeffect_lm.app.assemble import assemble
 from qeffect_lm.app.inference import load_for_inference
 from qeffect_lm.data.indexed import IndexedDataset
 from qeffect_lm.data.loader import sequential_batches
+from qeffect_lm.data.packing import Samples
 from qeffect_lm.errors import UsageError
 from qeffect_lm.inference import perplexity
 from qeffect_lm.inference.model import InferenceModel
@@ -110,7 +111,7 @@ def test_without_overlap_it_is_the_evaluation_of_training(tmp_path):
     assert run_here(tmp_path, "run", "train.steps=3")[0] == 0
     loaded = load_for_inference(tmp_path / "run" / "checkpoints")
     dataset = IndexedDataset(tmp_path / "held_out")
-    batch = sequential_batches(dataset, 16, 2, 63)
+    batch = sequential_batches(Samples(dataset, 16), 2, 63)
     tokens = dataset.tokens[: 63 * 2 * 16 + 1]
     before = {name: tensor.clone() for name, tensor in loaded.model.tensors.items() if tensor.dtype.itemsize > 1}
     found = score(loaded.model, tokens, batch=2)

@@ -83,7 +83,7 @@ def test_checkpoint_of_another_model_or_recipe(folder, capsys):
 def test_missing_history_is_refused_by_name(folder):
     """S7: one amax history is not in the checkpoint: refused by name before anything is written, never defaulted."""
     from qeffect_lm.app.assemble import assemble
-    from qeffect_lm.app.sources import make_loader, open_dataset
+    from qeffect_lm.app.sources import make_loader
     from qeffect_lm.config import load_config
     from qeffect_lm.contract.errors import ResumeError
     from qeffect_lm.parallel.mesh import Mesh
@@ -94,7 +94,7 @@ def test_missing_history_is_refused_by_name(folder):
     del saved.manifest.tensors[name]
     assembly = assemble(config)
     before = {item.name: item.tensor.clone() for item in assembly.logical_tensors()}
-    loader = make_loader(config, open_dataset(config.data.train, "data.train"), Mesh({}))
+    loader = make_loader(config, Mesh({}))
     from checkpoint import SingleProcess
 
     with pytest.raises(ResumeError, match="amax_history/layers.2.mlp.down.grad_output"):

@@ -57,10 +57,13 @@ def test_keys_marked_warn_may_change(folder, change):
 def test_another_batch_is_said_loudly(folder):
     """Half the microbatches, on as many replicas: the step is another one, and the remedy has the right number."""
     shutil.copytree(folder / "whole", folder / "half")
-    code, said = run_here(folder, "half", "train.steps=8", "pipeline.microbatches=2")
+    with pytest.raises(UsageError, match=r"microbatches = 4, or set data\.accept_batch=true"):
+        run_here(folder, "half", "train.steps=8", "pipeline.microbatches=2")
+    code, said = run_here(folder, "half", "train.steps=8", "pipeline.microbatches=2", "data.accept_batch=true")
     assert code == 0 and checkpoint_of(folder, "half").meta["data"]["next_sample"] == 6 * 8 + 2 * 4
     (line,) = [line for line in said if line.startswith("WARNING")]
     assert line.endswith("takes 4 sequences now, 8 before: the same batch needs parallel.dp x pipeline.microbatches = 4")
+    assert checkpoint_of(folder, "half").meta["data"]["batches"] == [[0, 8], [48, 4]]
 
 
 def test_a_longer_run_equals_one_that_was_longer_from_the_start(folder):
