@@ -2,6 +2,7 @@
 
     python -m tools.preprocess --input DIR --glob '*.py' --output data/corpus --train-tokenizer
     python -m tools.preprocess --input a.jsonl b.jsonl.zst c.parquet --output data/web --tokenizer tokenizer.json --eos '</s>'
+    python -m tools.preprocess --input chat.jsonl --output data/chat --tokenizer tokenizer.json --chat llama3
     python -m tools.preprocess merge A B --output C
     python -m tools.preprocess split A --output B --valid-fraction 0.01
     python -m tools.preprocess inspect A [--verify] [--document N --tokenizer MODEL]
@@ -25,6 +26,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from qeffect_lm.data.chat import TEMPLATES
 from qeffect_lm.data.corpus import TokenizerTraining, make_corpus, merge, split, write_manifest
 from qeffect_lm.data.encoding import Settings, open_tokenizer
 from qeffect_lm.data.files import sha256_of_files
@@ -111,7 +113,8 @@ def _make(arguments: argparse.Namespace) -> int:
         files,
         arguments.output,
         Settings(
-            key=arguments.key,
+            key=arguments.key or ("text" if arguments.chat is None else "messages"),
+            template=arguments.chat,
             format=arguments.format,
             append_eos=arguments.append_eos,
             valid_fraction=arguments.valid_fraction,
@@ -199,7 +202,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--glob", default="*.txt", help="which files of a folder to take (default: %(default)s)")
     add("--output", type=Path, required=True, metavar="PREFIX", help="prefix of the files to write")
     add("--format", choices=FORMATS, default="auto", help="of the input (default: by each name's ending)")
-    add("--key", default="text", help="field or column of the text (default: %(default)s)")
+    add("--key", help="field or column of the text (default: text), with --chat of the messages (default: messages)")
+    help = "documents are conversations, rendered as this family does; PREFIX.mask says which tokens the loss counts"
+    add("--chat", choices=sorted(TEMPLATES), help=help)
     source = parser.add_mutually_exclusive_group(required=True)
     help = "sentencepiece's .model or Hugging Face's tokenizer.json"
     source.add_argument("--tokenizer", type=Path, metavar="FILE", help=help)

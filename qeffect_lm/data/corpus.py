@@ -25,10 +25,11 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from qeffect_lm.data.chat import TEMPLATES
 from qeffect_lm.data.encoding import PARTS, Settings, ShardEncoder, ShardJob, ShardResult, TextTokenizer, open_tokenizer
 from qeffect_lm.data.files import fsync_directory, sha256_of_files, write_atomic, write_errors
 from qeffect_lm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path
-from qeffect_lm.data.inputs import Bad, Reading, Shard, cut, shard_size
+from qeffect_lm.data.inputs import Bad, Shard, cut, shard_size
 from qeffect_lm.data.pool import run_jobs
 from qeffect_lm.data.stats import entropy, token_counts
 from qeffect_lm.data.tokenizer import Tokenizer, train_sentencepiece
@@ -128,13 +129,15 @@ def make_corpus(
     started, target = time.monotonic(), Path(prefix)
     settings = settings or Settings()
     _check(files, settings, workers)
+    if settings.template is not None and isinstance(tokenizer, TokenizerTraining):
+        raise UsageError("conversations need a tokenizer that has the template's pieces: give one with --tokenizer")
     settings = replace(settings, shard_bytes=settings.shard_bytes or shard_size(files))
     shards = cut(files, settings.format, settings.shard_bytes)
     with _work_folder(target, settings, files, tokenizer, end, anew) as work:
         model_path = _tokenizer(tokenizer, shards, settings, work / "tokenizer" / target.name, progress)
         encoder = ShardEncoder(model_path, end, settings)
         model = encoder.tokenizer
-        if settings.append_eos and not model.end_ids:
+        if settings.append_eos and settings.template is None and not model.end_ids:
             raise UsageError(
                 f"tokenizer {model_path} has no end of sequence: use --no-append-eos, name one with --eos, or use another one"
             )
@@ -171,6 +174,8 @@ def _check(files: Sequence[Path], settings: Settings, workers: int) -> None:
             raise UsageError(f"{name} fraction {fraction} is not in [0, 1)")
     if settings.valid_fraction + settings.test_fraction >= 1:
         raise UsageError("the fractions of valid and test leave nothing to train on")
+    if settings.template is not None and settings.template not in TEMPLATES:
+        raise UsageError(f"no template {settings.template!r}: there are {', '.join(TEMPLATES)}")
     if workers < 1:
         raise UsageError(f"workers must be at least 1, not {workers}")
 
@@ -261,10 +266,11 @@ def _compare(before: dict[str, Any], now: dict[str, Any], work: Path) -> None:
 
 
 def _same_content(work: Path, settings: dict[str, Any], files: list[Path], moved: set[str]) -> bool:
-    for number, shard in enumerate(cut(files, settings["format"], settings["shard_bytes"])):
+    wanted = Settings(**settings)
+    for number, shard in enumerate(cut(files, wanted.format, wanted.shard_bytes)):
         record = work / f"shard-{number:06d}.json"
         if moved.intersection(shard.files) and record.exists():
-            reading = Reading(shard, settings["key"])
+            reading = wanted.reading(shard)
             for _ in reading:
                 pass
             if reading.digest.hexdigest() != ShardResult.from_json(record.read_bytes()).sha256:
@@ -289,7 +295,7 @@ def _tokenizer(
     def texts() -> Iterator[str]:
         with _bar("tokenizer", shards, progress) as bar:
             for shard in shards:
-                for one in Reading(shard, settings.key, bar.update):
+                for one in settings.reading(shard, bar.update):
                     if not isinstance(one, Bad) and settings.part_of(one) == "train":
                         yield one.text
 
@@ -324,7 +330,8 @@ def _check_parts(jobs: Sequence[ShardJob], results: Sequence[ShardResult], setti
         tokens = documents = 0
         for job in jobs:
             dataset = IndexedDataset(f"{job.prefix}.{part}", empty=True)
-            tokens += dataset.num_tokens - settings.append_eos * dataset.num_documents
+            ends = settings.append_eos and settings.template is None
+            tokens += dataset.num_tokens - ends * dataset.num_documents
             documents += dataset.num_documents
         if tokens <= 0:
             total, bad = sum(result.documents for result in results), sum(result.bad_count for result in results)
@@ -378,11 +385,18 @@ def write_manifest(dataset: IndexedDataset, model: TextTokenizer | None, more: d
 
 
 def merge(prefixes: Sequence[Path], target: Path, vocab_size: int | None = None) -> None:
-    """One pair of all documents of ``prefixes``, in order; the ids are of ``vocab_size``, by default the widest type's.
+    """One pair of all documents of ``prefixes``, in order; the ids are of ``vocab_size``, by default the widest type's. Their
+    masks are merged beside it.
 
     Raises:
-        UsageError: a pair is missing or damaged.
+        UsageError: a pair is missing or damaged, or some have a mask and others do not.
     """
+    masked = [prefix for prefix in prefixes if idx_path(f"{prefix}.mask").exists()]
+    if masked and len(masked) < len(prefixes):
+        other = next(prefix for prefix in prefixes if prefix not in masked)
+        raise UsageError(f"{masked[0]} has a mask of what the loss counts, {other} has none: merge pairs of one kind")
+    if masked:
+        merge([Path(f"{prefix}.mask") for prefix in prefixes], Path(f"{target}.mask"), vocab_size)
     if vocab_size is None:
         wide = any(IndexedDataset(prefix, empty=True).dtype.itemsize > 2 for prefix in prefixes)
         vocab_size = 2**31 if wide else 65536
@@ -409,7 +423,7 @@ def publish(stage: Path, target: Path) -> None:
     So a crash in between leaves a corpus without an index, which a reader refuses, and never parts of two.
     """
     with write_errors(target):
-        for name in PARTS:
+        for name in (*PARTS, *(f"{part}.mask" for part in PARTS)):
             old = f"{target}.{name}"
             for path in (idx_path(old), bin_path(old), Path(f"{old}.json")):
                 path.unlink(missing_ok=True)
@@ -427,6 +441,8 @@ def split(
         UsageError: a fraction, or a part that gets no tokens.
     """
     _check([prefix], settings, 1)
+    if idx_path(f"{prefix}.mask").exists():
+        raise UsageError(f"{prefix} has a mask of what the loss counts: hold conversations out when they are preprocessed")
     dataset = IndexedDataset(prefix)
     vocab_size = 65536 if dataset.dtype.itemsize <= 2 else 2**31
     reports = {}

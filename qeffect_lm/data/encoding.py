@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from qeffect_lm.data.chat import TEMPLATES, Segment, check_template, messages_of, tokens_of
 from qeffect_lm.data.files import write_atomic
 from qeffect_lm.data.indexed import IndexedWriter
 from qeffect_lm.data.inputs import Bad, BadInputError, Document, Reading, Shard
@@ -30,7 +31,8 @@ KEPT_BAD = 1000  # bad lines of a shard that are remembered by place; all are co
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the bytes of a corpus, besides its files."""
+    """What decides the bytes of a corpus, besides its files. With a ``template`` (:mod:`qeffect_lm.data.chat`) the documents
+    are conversations, and each part has a mask beside it."""
 
     key: str = "text"
     format: str = "auto"
@@ -40,12 +42,33 @@ class Settings:
     seed: int = 1234
     bad: str = "refuse"
     shard_bytes: int = 0
+    template: str | None = None
 
     @property
     def parts(self) -> tuple[str, ...]:
         """The parts that are written."""
         held_out = {"valid": self.valid_fraction, "test": self.test_fraction}
         return tuple(part for part in PARTS if part == "train" or held_out[part])
+
+    @property
+    def pairs(self) -> tuple[str, ...]:
+        """The token files of all parts, masks among them."""
+        return self.parts if self.template is None else (*self.parts, *(f"{part}.mask" for part in self.parts))
+
+    def conversation(self, record: dict[str, Any]) -> list[Segment] | str:
+        """A JSON object rendered, or why it is no conversation."""
+        assert self.template is not None
+        messages = messages_of(record, self.key)
+        if isinstance(messages, str):
+            return messages
+        try:
+            return TEMPLATES[self.template](messages)
+        except UsageError as error:
+            return str(error)
+
+    def reading(self, shard: Shard, progress: Callable[[int], object] = lambda count: None) -> Reading:
+        """Reads the documents of a shard."""
+        return Reading(shard, self.key, progress, None if self.template is None else self.conversation)
 
     def part_of(self, document: Document) -> str:
         """The part of a document."""
@@ -165,17 +188,26 @@ class ShardEncoder:
             BadInputError: the first line that holds no document, where those are refused.
         """
         settings, tokenizer = self.settings, self.tokenizer
-        end = np.array(tokenizer.end_ids[:1] if settings.append_eos else [], dtype=np.int32)
-        result, reading = ShardResult(), Reading(job.shard, settings.key, progress)
-        writers = {part: IndexedWriter(f"{job.prefix}.{part}", vocab_size=tokenizer.vocab_size) for part in settings.parts}
+        append = settings.append_eos and settings.template is None
+        end = np.array(tokenizer.end_ids[:1] if append else [], dtype=np.int32)
+        result, reading = ShardResult(), settings.reading(job.shard, progress)
+        if settings.template is not None:
+            check_template(settings.template, tokenizer)
+        writers = {pair: IndexedWriter(f"{job.prefix}.{pair}", vocab_size=tokenizer.vocab_size) for pair in settings.pairs}
         try:
             for batch in batches(good(reading, settings.bad, result)):
-                encoded = tokenizer.encode_arrays([document.text for document in batch])
-                placed: dict[str, list[npt.NDArray[np.int32]]] = {part: [] for part in writers}
-                for document, ids in zip(batch, encoded, strict=True):
-                    placed[settings.part_of(document)].append(ids)
-                for part, documents in placed.items():
-                    writers[part].add_documents(documents, end)
+                placed: dict[str, list[npt.NDArray[np.int32]]] = {pair: [] for pair in writers}
+                if settings.template is None:
+                    encoded = tokenizer.encode_arrays([document.text for document in batch])
+                    for document, ids in zip(batch, encoded, strict=True):
+                        placed[settings.part_of(document)].append(ids)
+                else:
+                    for document in batch:
+                        ids, counted = tokens_of(document.record, tokenizer)
+                        placed[settings.part_of(document)].append(ids)
+                        placed[f"{settings.part_of(document)}.mask"].append(counted)
+                for pair, documents in placed.items():
+                    writers[pair].add_documents(documents, end)
             for writer in writers.values():
                 writer.close()
         finally:

@@ -67,6 +67,12 @@ class HuggingFaceTokenizer:
         """:meth:`encode_batch` as int32 arrays."""
         return [np.array(ids, dtype=np.int32) for ids in self.encode_batch(texts)]
 
+    def encode_spans(self, text: str) -> tuple[list[int], list[int]]:
+        """Token ids of ``text`` and, of each, where in it its characters end. Raises UsageError for a lone surrogate."""
+        check_unicode(text)
+        made = self._tokenizer.encode(text, add_special_tokens=False)
+        return made.ids, [end for _, end in made.offsets]
+
     def token_id(self, piece: str) -> int | None:
         """The id of a piece, special tokens included; None where there is none of that name."""
         found: int | None = self._tokenizer.token_to_id(piece)

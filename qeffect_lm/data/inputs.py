@@ -45,8 +45,8 @@ class Bad:
 
 @dataclass(frozen=True)
 class Document:
-    """One document. ``name`` is the file's name of a text that is a file, else empty; ``record`` its JSON object, where one is
-    asked for."""
+    """One document. ``name`` is the file's name of a text that is a file, else empty; ``record`` what was made of its JSON
+    object, where something was."""
 
     text: str
     content: bytes
@@ -75,12 +75,14 @@ class Reading:
     """Reads a shard. ``digest`` covers the bytes (of Parquet: the texts) read so far, ``progress`` is told of each read's.
 
     Args:
-        key: field or column of the text; None: a JSON object is the document, given as ``record``.
+        key: field or column of the text.
+        parse: makes the document of a JSON object, or says why it is none; None: it is the text under ``key``.
     """
 
     shard: Shard
-    key: str | None
+    key: str
     progress: Callable[[int], object] = lambda count: None
+    parse: Callable[[dict[str, Any]], Any] | None = None
     digest: Any = field(default_factory=hashlib.sha256)
     _first_byte: int = 0  # of the first line that begins in the shard
 
@@ -120,8 +122,9 @@ class Reading:
             return f"no JSON: {shown(str(error))}"
         if not isinstance(record, dict):
             return f"a JSON {type(record).__name__}, not an object"
-        if self.key is None:
-            return Document("", line.strip(), record=record)
+        if self.parse is not None:
+            made = self.parse(record)
+            return made if isinstance(made, str) else Document("", line.strip(), record=made)
         text = record.get(self.key)
         if not isinstance(text, str):
             return f"no text under the key {self.key!r}"
@@ -186,7 +189,6 @@ class Reading:
 
     def _rows(self) -> Iterator[Document | Bad]:
         path, arrow = self.shard.files[0], _parquet()
-        assert self.key is not None
         try:
             file = arrow.ParquetFile(path)
             if self.key not in file.schema_arrow.names:
