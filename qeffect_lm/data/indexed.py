@@ -34,7 +34,7 @@ from qeffect_lm.errors import UsageError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
-_HEADER = struct.Struct("<9sQBQQ")
+HEADER = struct.Struct("<9sQBQQ")
 _CODES: dict[int, np.dtype] = {
     1: np.dtype("<u1"),
     2: np.dtype("<i1"),
@@ -189,7 +189,7 @@ class IndexedWriter:
     def _index_bytes(self) -> bytes:
         sizes = np.array(self._sizes, dtype="<i4")
         code = next(code for code, dtype in _CODES.items() if dtype == self.dtype)
-        header = _HEADER.pack(MAGIC, VERSION, code, len(sizes), len(self._documents))
+        header = HEADER.pack(MAGIC, VERSION, code, len(sizes), len(self._documents))
         offsets = sequence_offsets(sizes, self.dtype.itemsize).astype("<i8")
         return header + sizes.tobytes() + offsets.tobytes() + np.array(self._documents, dtype="<i8").tobytes()
 
@@ -289,10 +289,10 @@ class IndexedDataset:
     def _read_index(self) -> None:
         length = self._idx.stat().st_size
         with open(self._idx, "rb") as file:
-            header = file.read(_HEADER.size)
-        if len(header) < _HEADER.size:
-            raise self._bad(self._idx, f"has {len(header)} bytes, fewer than the header's {_HEADER.size}")
-        magic, version, code, sequences, documents = _HEADER.unpack(header)
+            header = file.read(HEADER.size)
+        if len(header) < HEADER.size:
+            raise self._bad(self._idx, f"has {len(header)} bytes, fewer than the header's {HEADER.size}")
+        magic, version, code, sequences, documents = HEADER.unpack(header)
         if magic != MAGIC:
             raise self._bad(self._idx, "does not begin with MMIDIDX: it is no index of this format")
         if version != VERSION:
@@ -303,7 +303,7 @@ class IndexedDataset:
             raise self._bad(
                 self._idx, f"has dtype code {code}, which is none of the integer types {sorted(_CODES)}"
             )
-        expected = _HEADER.size + 12 * sequences + 8 * documents
+        expected = HEADER.size + 12 * sequences + 8 * documents
         if length != expected:
             raise self._bad(
                 self._idx,
@@ -311,7 +311,7 @@ class IndexedDataset:
                 f"document indices) make {expected}",
             )
         self.dtype = _CODES[code]
-        at = _HEADER.size
+        at = HEADER.size
         self.sizes = _mapped(self._idx, np.dtype("<i4"), sequences, at)
         self.offsets = _mapped(self._idx, np.dtype("<i8"), sequences, at + 4 * sequences)
         self.document_index = _mapped(self._idx, np.dtype("<i8"), documents, at + 12 * sequences)

@@ -1,4 +1,4 @@
-"""Benchmarks that need no GPU: the contract, plans, checkpoints."""
+"""Benchmarks that need no GPU: data, the contract, plans, checkpoints."""
 
 from __future__ import annotations
 
@@ -174,7 +174,46 @@ def saving(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def data(arguments: argparse.Namespace) -> int:
+    """Encoding, indexing, loading."""
+    check_steps(arguments)
+    if arguments.rounds < 1 or arguments.documents < 1000 or arguments.megabytes <= 0:
+        raise UsageError("--rounds and --megabytes: positive numbers; --documents: a thousand at least")
+    from tools.benchmarks import data as benchmark
+    from tools.preprocess import stdlib_python_files, subset
+
+    load = os.getloadavg()[0]
+    try:
+        arguments.dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="bench-data-", dir=arguments.dir) as name:
+            files = subset(stdlib_python_files(), int(arguments.megabytes * 1e6), 1)
+            found = {
+                "encoding": benchmark.encoding(Path(name), files, arguments.rounds, say),
+                "indexing": benchmark.indexing(Path(name), arguments.documents, 2048, say),
+                "loading": benchmark.loading(Path(name), 2, arguments.steps, say),
+            }
+    except OSError as error:
+        raise UsageError(f"--dir {arguments.dir}: {error}") from error
+    loads = {"load_average_before_and_after": [load, os.getloadavg()[0]], "cores": os.cpu_count()}
+    write({**header(arguments, f"CPU {platform.machine()}"), **loads, **found}, arguments.json)
+    return 0
+
+
 COMMANDS = (
+    Command(
+        "data",
+        "how fast texts become tokens, corpora are indexed, and steps are read",
+        "1. CPU seconds to encode a shard beside the bare tokenizers; 2. seconds and memory to index many documents; "
+        "3. ms of the training loop per microbatch, with and without workers.",
+        data,
+        {
+            **steps(20, "timed steps of part 3"),
+            "--dir": {"type": Path, "default": Path("runs"), "metavar": "D", "help": "on which disk (default: runs)"},
+            "--rounds": {"type": int, "default": 3, "metavar": "N", "help": "of part 1 (default: 3)"},
+            "--megabytes": {"type": float, "default": 8.0, "metavar": "N", "help": "of text in part 1 (default: 8)"},
+            "--documents": {"type": int, "default": 10_000_000, "metavar": "N", "help": "of part 2 (default: ten million)"},
+        },
+    ),
     Command(
         "contract",
         "what the contract costs: effects, replayed actions, whole steps",

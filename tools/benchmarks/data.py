@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import resource
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,8 +18,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from qeffect_lm.data.encoding import Settings, ShardEncoder, ShardJob
+from qeffect_lm.data.index import IndexCache, content_hash
+from qeffect_lm.data.indexed import (
+    HEADER,
+    MAGIC,
+    VERSION,
+    IndexedDataset,
+    IndexedWriter,
+    bin_path,
+    idx_path,
+    sequence_offsets,
+)
 from qeffect_lm.data.inputs import Shard
+from qeffect_lm.data.loader import StepLoader, StepShape
+from qeffect_lm.data.packing import Samples
 from qeffect_lm.data.tokenizer import train_sentencepiece
 
 Say = Callable[[str], None]
@@ -108,3 +125,74 @@ def _timed(into: list[float]) -> Iterator[None]:
 def peak_mib() -> float:
     """The largest resident size of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+# ---- indexing --------------------------------------------------------------------------------------------------------
+
+
+def indexing(folder: Path, documents: int, seq_len: int, say: Say) -> dict[str, Any]:
+    """Seconds and memory of a fresh process to index ``documents`` documents of 10 to 110 tokens (a token file of holes): the
+    digest of the files apart, then where documents begin and how whole ones are packed, then all again from the cache."""
+    prefix = folder / "many"
+    sizes = np.random.Generator(np.random.PCG64(1)).integers(10, 110, documents, dtype=np.int32)
+    header = HEADER.pack(MAGIC, VERSION, 8, documents, documents + 1)
+    with open(idx_path(prefix), "wb") as file:
+        file.write(header)
+        for part in (sizes, sequence_offsets(sizes, 2), np.arange(documents + 1, dtype=np.int64)):
+            file.write(part.data)
+    with open(bin_path(prefix), "wb") as file:
+        file.truncate(2 * int(sizes.sum(dtype=np.int64)))
+    code = f"from tools.benchmarks.data import indexed; indexed({str(prefix)!r}, {str(folder / 'cache')!r}, {seq_len})"
+    row: dict[str, Any] = {"documents": documents, "seq_len": seq_len, "tokens": int(sizes.sum(dtype=np.int64))}
+    for name in ("first", "again"):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        row[name] = json.loads(done.stdout.splitlines()[-1])
+        say(f"index, {name}: {done.stdout.splitlines()[-1]}")
+    return row
+
+
+def indexed(prefix: str, cache: str, seq_len: int) -> None:
+    """In a process of its own: open and index, and print seconds and MiB as JSON."""
+    before = peak_mib()
+    began = time.perf_counter()
+    dataset = IndexedDataset(prefix)
+    opened = time.perf_counter()
+    kept = IndexCache(Path(cache))
+    digest = content_hash(dataset, kept)
+    hashed = time.perf_counter()
+    samples = Samples(dataset, seq_len, "whole", True, kept, digest)
+    done = time.perf_counter()
+    seconds = {"open": opened - began, "digest": hashed - opened, "index": done - hashed}
+    padding = 1 - dataset.num_tokens / (samples.size * (seq_len + 1))
+    told = {name: round(value, 3) for name, value in seconds.items()}
+    print(json.dumps({**told, "samples": samples.size, "padding": round(padding, 4), "mib": round(peak_mib() - before, 1)}))
+
+
+# ---- the loader ------------------------------------------------------------------------------------------------------
+
+
+def loading(folder: Path, workers: int, steps: int, say: Say) -> list[dict[str, Any]]:
+    """Milliseconds of the training loop for each microbatch of 4,096 tokens (8 a step), by the number of workers: what
+    ``next_step`` takes where the step itself takes half a second, which is when workers read ahead."""
+    prefix = folder / "tokens"
+    generator = np.random.Generator(np.random.PCG64(2))
+    with IndexedWriter(prefix, vocab_size=32000) as writer:
+        writer.add_documents([generator.integers(0, 32000, size) for size in generator.integers(50, 3000, 4000)])
+    rows = []
+    for count in (0, workers):
+        samples = Samples(IndexedDataset(prefix), 2048, "whole", True, IndexCache(folder / "cache"))
+        loader = StepLoader(samples, StepShape(2, 8), vocab_size=32000, workers=count)
+        times = []
+        try:
+            for step in range(steps + 2):
+                began = time.perf_counter()
+                loader.next_step()
+                if step >= 2:  # the first ones wait for workers to start
+                    times.append(1000 * (time.perf_counter() - began) / 8)
+                time.sleep(0.5)
+        finally:
+            loader.close()
+        row = {"workers": count, "steps": steps, "median_ms": statistics.median(times), "most_ms": max(times)}
+        rows.append(row)
+        say(f"loader, {count} workers: {row['median_ms']:.3f} ms of the loop per microbatch, at most {row['most_ms']:.3f}")
+    return rows
