@@ -37,10 +37,10 @@ from pipeline.plan import Plan
 from qeffect_lm.app.shapes import config_problems
 from qeffect_lm.config import config_diff_on_resume
 from qeffect_lm.contract.timeline import ScaleTimeline
-from qeffect_lm.data.loader import StepLoader
+from qeffect_lm.data.loader import StepLoader, StepShape
 from qeffect_lm.errors import QEffectError
 from qeffect_lm.state import LogicalTensor
-from tests.hostile import IDENTITY, STEP, TEXT_MOST, bases, bombs, grid, hostile, lay_out
+from tests.hostile import STEP, TEXT_MOST, bases, bombs, grid, hostile, lay_out
 from tests.tiny import config
 from tools import diff, inspect, plan_check
 from tools import verify as verify_tool
@@ -106,8 +106,9 @@ def resume_from(checkpoint: Checkpoint) -> None:
         return
     for change in config_diff_on_resume(checkpoint.meta["config"], config()):
         one_line(str(change))
-    loader = SimpleNamespace(_identity=lambda: IDENTITY, dataset=SimpleNamespace(prefix="x"))
-    attempt(lambda: StepLoader.load_state(loader, checkpoint.meta["data"]))  # type: ignore[arg-type]
+    data: Any = SimpleNamespace(prefix=Path("x"))
+    source: Any = SimpleNamespace(dataset=data, seq_len=16, packing="stream", reset=False, sha256=lambda: "0")
+    attempt(lambda: StepLoader([source], StepShape(2, 4), seed=1).load_state(checkpoint.meta["data"]))
     ScaleTimeline([]).load_state(checkpoint.meta["contract"]["timeline"])
     attempt(lambda: Plan.from_json(checkpoint.meta["plan"]))
 

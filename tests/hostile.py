@@ -18,13 +18,18 @@ import torch
 
 from checkpoint import save_checkpoint
 from checkpoint.layout import MANIFEST, is_document
+from qeffect_lm.data.permutation import ALGORITHM
 from qeffect_lm.state import LogicalTensor, Role
 from tests.checkpoint_support import on_ranks
 from tests.tiny import config, local_plan
 
 STEP = "step_00000003"
 TEXT_MOST = 1 << 20  # what a document may unpack to where these are read, so that a bomb is small
-IDENTITY = {"version": 1, "algorithm": "x", "seed": 1, "seq_len": 16, "mask_token_id": None, "dataset_sha256": "0"}
+CURSOR = {
+    **{"version": 2, "algorithm": ALGORITHM, "seed": 1, "seq_len": 16, "packing": "stream", "documents": "joined"},
+    "blends": [{"first": 0, "sources": [{"sha256": "0", "weight": 1, "offset": 0}]}],
+    "batches": [[0, 8]],
+}
 
 Files = dict[str, "bytes | Callable[[Path], object]"]  # name in the root → content, or what makes it there
 
@@ -57,7 +62,7 @@ def run_meta() -> dict[str, Any]:
         "step": 3,
         "tokens": 384,
         "config": settings.to_dict(),
-        "data": {**IDENTITY, "next_sample": 8},
+        "data": {**CURSOR, "next_sample": 8},
         "dataset_sha256": "0" * 64,
         "layout": {"dp": 1, "pp": 2, "tp": 1},
         "schedule": "1f1b",

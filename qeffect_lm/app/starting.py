@@ -28,7 +28,7 @@ from qeffect_lm.errors import QEffectError, UsageError
 from qeffect_lm.optim.flat import FlatBuffers
 from qeffect_lm.state import Role
 
-TOKENIZER, TOKENIZER_SETTINGS = "tokenizer.model", "tokenizer.settings.json"
+TOKENIZER, TOKENIZER_SETTINGS, HF_TOKENIZER = "tokenizer.model", "tokenizer.settings.json", "tokenizer.json"
 _TOKENIZER_FILES = ("tokenizer", "vocab.json", "merges.txt", "added_tokens", "special_tokens", "chat_template")
 
 
@@ -167,14 +167,15 @@ def companions_of(config: Config, checkpoint: Checkpoint | None, say: Callable[[
         return files
     path = Path(config.data.tokenizer)
     model = path.read_bytes()
-    if files.get(TOKENIZER) == model:
+    called = HF_TOKENIZER if path.suffix == ".json" else TOKENIZER
+    if files.get(called) == model:
         return files
     replaced = [name for name in files if name.startswith(_TOKENIZER_FILES)]
     if replaced:
         say(f"data.tokenizer {path} is not the tokenizer that came with the model: {', '.join(replaced)} no longer travel")
-    files = {name: raw for name, raw in files.items() if name not in replaced} | {TOKENIZER: model}
+    files = {name: raw for name, raw in files.items() if name not in replaced} | {called: model}
     settings = path.with_suffix(".json")
-    if settings.exists():
+    if settings.exists() and settings != path:
         files[TOKENIZER_SETTINGS] = settings.read_bytes()
     return files
 

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 from checkpoint import Checkpoint
 from qeffect_lm.app.inference import Loaded
-from qeffect_lm.app.starting import TOKENIZER
+from qeffect_lm.app.starting import HF_TOKENIZER, TOKENIZER
 from qeffect_lm.data.hf_tokenizer import HuggingFaceTokenizer
 from qeffect_lm.data.tokenizer import PieceDecoder, Tokenizer
 from qeffect_lm.errors import UsageError, shown
 
-HF_TOKENIZER, HF_SETTINGS = "tokenizer.json", "tokenizer_config.json"
+HF_SETTINGS = "tokenizer_config.json"
 
 
 class AnyTokenizer(Protocol):

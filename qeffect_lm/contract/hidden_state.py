@@ -68,7 +68,7 @@ HIDDEN_STATE: tuple[HiddenState, ...] = (
     ),
     HiddenState("loss divisor", "engine", "step", "device tensor, written before F", "not saved: data"),
     HiddenState(
-        "microbatch inputs, keys, targets",
+        "microbatch inputs, keys, targets, document starts",
         "stage",
         "slot generation",
         "written into the slot, never replaced",

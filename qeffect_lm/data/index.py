@@ -35,7 +35,8 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class IndexCache:
-    """Entries in ``folder``; None: nothing is kept. Another process's making is waited for, ``timeout`` seconds at most."""
+    """Entries in ``folder``; None, or a folder that cannot be written: nothing is kept. Another process's making is waited for,
+    ``timeout`` seconds at most."""
 
     folder: Path | None = None
     timeout: float = 1800.0
@@ -50,8 +51,9 @@ class IndexCache:
             return make()
         text = json.dumps({"format": FORMAT, **key}, sort_keys=True)
         path = self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.index"
-        with write_errors(path):
-            self.folder.mkdir(parents=True, exist_ok=True)
+        if not _writable(self.folder):
+            found = _load(path, text)
+            return make() if found is None else found
         deadline = time.monotonic() + self.timeout
         while True:
             found = _load(path, text)
@@ -71,6 +73,14 @@ class IndexCache:
                     "that process and start again"
                 )
             time.sleep(0.05)
+
+
+def _writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
 
 
 @contextmanager

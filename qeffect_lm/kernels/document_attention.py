@@ -225,6 +225,6 @@ def _tile(qkv: torch.Tensor, backward: bool = False) -> dict[str, Any]:
         "N": n,
         "LANES": lanes,
         "PRECISION": "ieee",
-        "num_warps": 4 if m * lanes <= 64 * 128 else 8,
+        "num_warps": 4 if m * lanes < 64 * 128 else 8,
         "num_stages": 1 if large else 2,
     }

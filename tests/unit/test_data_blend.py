@@ -153,12 +153,14 @@ def test_workers_change_nothing_and_their_death_is_an_error(corpora: list[Indexe
     """Steps read ahead are those read when asked for, also after the cursor was set back; a killed worker ends the run; what a
     worker meets is raised as itself."""
     plain, ahead = loader(corpora, [2, 1, 1], microbatches=2), loader(corpora, [2, 1, 1], workers=2, microbatches=2)
+    before = torch.get_rng_state()
     try:
         for _ in range(4):
             want, got = plain.next_step(), ahead.next_step()
             for name in ("inputs", "targets", "loss_mask", "sample_ids", "starts", "sources"):
                 assert torch.equal(getattr(want, name), getattr(got, name)), name
             assert want.tokens == got.tokens
+        assert torch.equal(torch.get_rng_state(), before)  # checkpoints hold it
         assert ahead.next_sample == plain.next_sample and ahead._ahead is not None
         for worker in ahead._ahead._steps._workers:
             os.kill(worker.pid, signal.SIGTERM)  # asks the job to stop, not its workers

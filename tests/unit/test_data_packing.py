@@ -61,7 +61,7 @@ def check_starts(rows: object, places: dict[int, int], tokens: np.ndarray, start
 def test_every_pair_of_a_document_once(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_len: int, packing: str
 ) -> None:
-    """D4's neighbours: with documents apart the targets are the documents' pairs, each once; the stream leaves out those of its
+    """With documents apart the targets are the documents' pairs, each once; the stream leaves out those of its
     remainder. ``starts`` says where each document begins, and ``counted`` needs no tokens to know how many count."""
     documents = [[token + 1 for token in document] for document in numbered(lengths)]
     if sum(lengths) < seq_len + 1 or max(lengths) < 2:
@@ -169,6 +169,13 @@ def test_the_digest_follows_the_files(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(IndexedDataset, "content_hash", lambda self: 1 / 0)  # nothing is read again
         assert content_hash(IndexedDataset(tmp_path / "a"), cache) != first
+
+
+def test_without_a_place_nothing_is_kept(tmp_path: Path) -> None:
+    """A folder that cannot be made (a file is in its place): everything is there all the same."""
+    (tmp_path / "file").write_text("")
+    dataset = write(tmp_path / "a", numbered([5, 6, 3]))
+    assert Samples(dataset, 6, "whole", True, IndexCache(tmp_path / "file" / "cache")).size == 3
 
 
 def _make_slowly(folder: str, count: str) -> None:

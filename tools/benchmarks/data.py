@@ -159,10 +159,10 @@ def indexed(prefix: str, cache: str, seq_len: int) -> None:
     opened = time.perf_counter()
     kept = IndexCache(Path(cache))
     digest = content_hash(dataset, kept)
-    hashed = time.perf_counter()
+    hashed, started = time.perf_counter(), time.process_time()
     samples = Samples(dataset, seq_len, "whole", True, kept, digest)
-    done = time.perf_counter()
-    seconds = {"open": opened - began, "digest": hashed - opened, "index": done - hashed}
+    done, ended = time.perf_counter(), time.process_time()
+    seconds = {"open": opened - began, "digest": hashed - opened, "index": done - hashed, "index_cpu": ended - started}
     padding = 1 - dataset.num_tokens / (samples.size * (seq_len + 1))
     told = {name: round(value, 3) for name, value in seconds.items()}
     print(json.dumps({**told, "samples": samples.size, "padding": round(padding, 4), "mib": round(peak_mib() - before, 1)}))
@@ -182,17 +182,19 @@ def loading(folder: Path, workers: int, steps: int, say: Say) -> list[dict[str, 
     for count in (0, workers):
         samples = Samples(IndexedDataset(prefix), 2048, "whole", True, IndexCache(folder / "cache"))
         loader = StepLoader(samples, StepShape(2, 8), vocab_size=32000, workers=count)
-        times = []
+        times, busy = [], []
         try:
             for step in range(steps + 2):
-                began = time.perf_counter()
+                began, began_cpu = time.perf_counter(), time.thread_time()
                 loader.next_step()
                 if step >= 2:  # the first ones wait for workers to start
                     times.append(1000 * (time.perf_counter() - began) / 8)
+                    busy.append(1000 * (time.thread_time() - began_cpu) / 8)
                 time.sleep(0.5)
         finally:
             loader.close()
         row = {"workers": count, "steps": steps, "median_ms": statistics.median(times), "most_ms": max(times)}
+        row["median_cpu_ms"] = statistics.median(busy)
         rows.append(row)
-        say(f"loader, {count} workers: {row['median_ms']:.3f} ms of the loop per microbatch, at most {row['most_ms']:.3f}")
+        say(f"loader, {count} workers: {row['median_ms']:.3f} ms of the loop per microbatch, {row['median_cpu_ms']:.3f} of CPU")
     return rows
