@@ -24,10 +24,10 @@ AHEAD = 2
 
 
 class _Failed:
-    """What a worker met instead of a step."""
+    """What a worker met instead of a step; or, where it could say nothing any more, what showed that."""
 
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+    def __init__(self, error: Exception, died: bool = False) -> None:
+        self.error, self.died = error, died
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Prefetch:
             try:
                 made = next(self._steps)
             except Exception as error:  # raised where the step is asked for
-                made = _Failed(error)
+                made = _Failed(error, died=True)
             while not self._stop.is_set():
                 try:
                     self._ready.put(made, timeout=0.2)
@@ -148,9 +148,9 @@ class Prefetch:
             self.following += self._samples
             return made.batch()
         self._failed = True
-        if type(made.error) is RuntimeError:  # torch's word for it
+        if made.died:
             raise QEffectError(
-                f"a process that reads data died ({str(made.error).splitlines()[0]}): if memory ran out, use fewer "
+                f"a process that reads data died ({str(made.error).partition(chr(10))[0]}): if memory ran out, use fewer "
                 "data.workers; a SIGBUS means that a token file was truncated while it was read (tools.preprocess inspect "
                 "--verify)"
             ) from made.error
