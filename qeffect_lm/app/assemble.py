@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from models import build_model
-from models.decoder import Decoder, DecoderBlock
+from models.decoder import Decoder
 from models.spec import ParameterSpec
 from pipeline.batch import StepBuffers
 from pipeline.calibrate import calibrate
@@ -32,6 +32,7 @@ from pipeline.tied import TIED, TiedWeights
 from qeffect_lm import __version__
 from qeffect_lm.app import optimizer as optimizers
 from qeffect_lm.app.counts import routing_sums
+from qeffect_lm.app.sources import check_documents
 from qeffect_lm.config import Config
 from qeffect_lm.contract.grads import GradSlot, GradSlots
 from qeffect_lm.contract.ledger import Ledger, Mode
@@ -275,7 +276,7 @@ def assemble(
     for chunk in chunks.values():
         _bind_parameters(chunk, flat)
         if config.data.documents == "reset":
-            _check_documents(chunk)
+            check_documents(chunk)
     _initialise(flat, specs, config.run.seed)
     tied = tied_weights(model, plan, counts, flat, mesh)
 
@@ -411,16 +412,6 @@ def shard_of(config: Config, mesh: Mesh) -> Shard | None:
     return Shard(mesh.size("dp"), mesh.coord("dp"), int(config.parallel.bucket_mib * 2**20))
 
 
-def _check_documents(chunk: torch.nn.Module) -> None:
-    """Raise UsageError for a part that mixes tokens and does not know of documents."""
-    for block in chunk.modules():
-        if isinstance(block, DecoderBlock) and not getattr(block.attention, "documents", False):
-            raise UsageError(
-                f"data.documents=reset, but {block.attention.name} ({type(block.attention).__name__}) does not keep documents "
-                "apart: set data.documents=joined, or have it read context.starts and say documents = True"
-            )
-
-
 def _initialise(flat: FlatBuffers, specs: dict[str, ParameterSpec], seed: int) -> None:
     """First weights. Where masters are sharded each is made whole in turn: the values do not depend on who holds what."""
     for name in flat.tied_param_buffers:
@@ -554,8 +545,7 @@ def _stages(
             divisor=divisor,
             main_grads=grads,
             device=flat.device,
-            documents=config.data.documents == "reset",
-            row_losses=config.data.blend is not None,
+            **{"documents": config.data.documents == "reset", "row_losses": config.data.blend is not None},
         )
         for index, chunk in chunks.items()
     }

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
+from models.decoder import DecoderBlock
 from qeffect_lm.config import Config
 from qeffect_lm.data.index import IndexCache
 from qeffect_lm.data.indexed import IndexedDataset
@@ -94,3 +97,13 @@ def check_tokenizer(config: Config) -> None:
             f"{config.data.tokenizer} has {tokenizer.vocab_size} tokens, model.vocab_size is {config.model.vocab_size}: set "
             f"model.vocab_size={tokenizer.vocab_size}, or use the model's own tokenizer"
         )
+
+
+def check_documents(chunk: torch.nn.Module) -> None:
+    """Raise UsageError for a part that mixes tokens and does not know of documents."""
+    for block in chunk.modules():
+        if isinstance(block, DecoderBlock) and not getattr(block.attention, "documents", False):
+            raise UsageError(
+                f"data.documents=reset, but {block.attention.name} ({type(block.attention).__name__}) does not keep documents "
+                "apart: set data.documents=joined, or have it read context.starts and say documents = True"
+            )
