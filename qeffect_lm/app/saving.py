@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -143,5 +144,14 @@ class Saver:
         if event.text is not None:
             record["text"] = event.text
         self.say(str(event))
-        with self._lock, open(Path(self._config.run.dir) / EVENTS, "a") as file:
-            file.write(json.dumps(record) + "\n")
+        with self._lock:
+            append_line(Path(self._config.run.dir) / EVENTS, json.dumps(record))
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a text file; the part of one that a full disk once left at its end goes."""
+    with open(path, "ab+") as file:
+        end = file.tell()
+        if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
+            file.truncate(os.pread(file.fileno(), end, 0).rfind(b"\n") + 1)
+        file.write(line.encode() + b"\n")

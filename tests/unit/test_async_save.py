@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import checkpoint.staging as staging_module
 from checkpoint import CheckpointError, SingleProcess, find_resumable, open_checkpoint, save_checkpoint, scan, verify_checkpoint
 from checkpoint.background import AsyncSaver, SaveEvent
 from checkpoint.shards import DTYPE_TAGS, host_bytes, torch_dtype
@@ -143,6 +144,37 @@ def test_a_failure_is_told_to_the_next_save_or_at_the_end_and_once(tmp_path: Pat
     with pytest.raises(CheckpointError, match="the checkpoint of step 4 was not saved: MemoryError: none left"):
         saver.wait()
     saver.wait()
+
+
+def test_nothing_waits_for_a_save_that_is_done(tmp_path: Path) -> None:
+    """Although nobody has asked for its outcome yet: the events do not speak of a wait."""
+    events: list[SaveEvent] = []
+    saver = AsyncSaver(Staging(), events.append)
+    for number in (1, 2):
+        saver.save(number, [whole("w", torch.ones(3))], writer(tmp_path, number))
+        while saver.busy:
+            time.sleep(0.005)
+    saver.wait()
+    assert [event.what for event in events] == ["requested", "staged", "durable"] * 2
+
+
+def test_a_copy_that_fails_does_not_keep_the_optimizer_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that the writing thread makes: the step goes on, and the save is one that failed."""
+    assembly = make("eager")
+    step(assembly, 0)
+    saver = AsyncSaver(Staging(assembly.engine.copies))
+    real = staging_module._copy
+
+    def fails(pairs: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            raise MemoryError("no room")
+        return real(pairs)
+
+    monkeypatch.setattr(staging_module, "_copy", fails)
+    saver.save(1, assembly.logical_tensors(), lambda _: Path())
+    step(assembly, 1)
+    with pytest.raises(CheckpointError, match="step 1 was not saved: MemoryError: no room"):
+        saver.wait()
 
 
 def test_without_a_thread_or_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

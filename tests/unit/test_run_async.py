@@ -60,6 +60,8 @@ def test_the_same_checkpoints_and_three_events_of_each(folder: Path, capsys: pyt
     assert run_here(folder, "copied", ASYNC)[0] == 0
     assert assert_same_run(folder, "whole", "copied") > 100
     shutil.rmtree(folder / "copied" / "checkpoints" / step_name(6))
+    with open(folder / "copied" / "checkpoints.jsonl", "a") as file:
+        file.write('{"event": "reque')  # a full disk cut it
     code, said = run_here(folder, "copied", ASYNC)
     assert code == 0 and "resumed at 4, ran 5…6 of 6" in said
     assert assert_same_run(folder, "whole", "copied") > 100
