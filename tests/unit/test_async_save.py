@@ -152,8 +152,11 @@ def test_nothing_waits_for_a_save_that_is_done(tmp_path: Path) -> None:
     saver = AsyncSaver(Staging(), events.append)
     for number in (1, 2):
         saver.save(number, [whole("w", torch.ones(3))], writer(tmp_path, number))
-        while saver.busy:
+        for _ in range(4000):
+            if not saver.busy:
+                break
             time.sleep(0.005)
+        assert not saver.busy
     saver.wait()
     assert [event.what for event in events] == ["requested", "staged", "durable"] * 2
 

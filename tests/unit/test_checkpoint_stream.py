@@ -8,6 +8,8 @@ import itertools
 import os
 import random
 import threading
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,7 +17,7 @@ import pytest
 import torch
 
 from checkpoint import CheckpointError, SingleProcess, digests, load_into, open_checkpoint, save_checkpoint, shards, stream
-from checkpoint.digests import PIECE, Range, opened, sha256_of
+from checkpoint.digests import PIECE, Range, opened, read_whole, sha256_of
 from checkpoint.fileops import FileOps
 from checkpoint.stream import BLOCK, Stream
 from tests.checkpoint_support import ScriptedOps, whole
@@ -134,6 +136,31 @@ def test_digests_of_ranges(tmp_path: Path, workers: int, monkeypatch: pytest.Mon
     assert digests.digests(tmp_path, wanted, workers) == [*expected, None, None]
     (found,) = digests.digests(tmp_path, [Range("c", 0, 1, 1)], workers)
     assert isinstance(found, FileNotFoundError)
+
+
+def test_tensors_made_one_by_one_are_gone_before_the_next(tmp_path: Path) -> None:
+    """A state larger than memory is written as it is made."""
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def states() -> Iterator[torch.Tensor]:
+        for number in range(4):
+            assert all(one() is None for one in made)
+            tensor = torch.full((BLOCK,), float(number))
+            made.append(weakref.ref(tensor))
+            yield tensor
+            del tensor
+
+    segments = [shards.Segment(f"w{number}", "float32", (BLOCK,), number * 4 * BLOCK) for number in range(4)]
+    shards.write_shard(FileOps(), tmp_path / "w.safetensors", segments, states())
+    assert len(made) == 4
+
+
+def test_a_file_of_the_largest_size_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "whole"
+    path.write_bytes(b"12345")
+    assert read_whole(path, 5) == b"12345"
+    with pytest.raises(OSError, match="it has 5 bytes, and at most 4 are read"):
+        read_whole(path, 4)
 
 
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from checkpoint import Checkpoint, open_checkpoint, rewrite_checkpoint
 from checkpoint.manifest import Manifest
-from checkpoint.record import bits, float_of, read_record, record_path, write_record
+from checkpoint.record import bits, differing, float_of, read_record, record_path, write_record
 from qeffect_lm.app import recording
 from qeffect_lm.app.replay import CONTROLS, replay
 from qeffect_lm.runtime.launch import LaunchEnv
@@ -280,6 +280,20 @@ def test_recording_changes_nothing(folder):
     assert [read_record(at(folder, 6, name)) is None for name in ("with", "without", "background")] == [False, True, False]
     assert assert_same_run(folder, "with", "background") > 100
     assert assert_same_run(folder, "with", "without") > 100
+
+
+def test_a_record_stays_although_its_checkpoint_is_still_being_written(folder, tmp_path):
+    """In the background: the step after it may be faster. Records of others that are gone go."""
+    record = read_record(at(folder, 4))
+    assert record is not None
+    path = write_record(tmp_path, record)
+    assert read_record(tmp_path / "step_00000004") == record
+    write_record(tmp_path, type(record)(**{**vars(record), "step": 9}))
+    assert not path.exists() and record_path(tmp_path / "step_00000008").exists()
+
+
+def test_what_is_absent_is_not_what_is_null():
+    assert differing({"a": None, "b": 1}, {"b": 1, "c": None}) == ("a", "c")
 
 
 def test_floats_keep_all_bits():
