@@ -126,11 +126,15 @@ def resolve(path: Path) -> Path:
         return _resolved(path)
 
 
+def root_of(path: Path) -> Path:
+    """The folder of checkpoints: ``path`` itself, or that of a run's folder."""
+    return path / "checkpoints" if (path / "checkpoints").is_dir() and latest_name(path) is None else path
+
+
 def _resolved(path: Path) -> Path:
     if (path / MANIFEST).exists() or step_of(path.name) is not None:
         return path
-    if (path / "checkpoints").is_dir() and latest_name(path) is None:
-        path = path / "checkpoints"  # a run's folder
+    path = root_of(path)
     pointer = latest_name(path)
     if pointer is not None and incomplete_because(path / pointer) is None:
         return path / pointer

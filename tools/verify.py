@@ -21,7 +21,7 @@ from typing import Any
 
 from checkpoint import CheckpointError, Found, Problem, open_checkpoint, scan
 from checkpoint.layout import MANIFEST, step_of
-from checkpoint.retention import ATTEMPTS, latest_name, look_at, temporaries
+from checkpoint.retention import ATTEMPTS, latest_name, look_at, root_of, temporaries
 from checkpoint.verify import total_bytes, verify
 from qeffect_lm.errors import UsageError
 from tools.common import add_traceback, run_tool
@@ -77,7 +77,7 @@ def _look(folder: Path) -> tuple[list[Found], Path | None]:
         if (folder / MANIFEST).exists() or step_of(folder.name) is not None:
             found, root = [_one(folder)], None
         else:
-            root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+            root = root_of(folder)
             found = scan(root)
     except CheckpointError as error:
         raise UsageError(str(error)) from None

@@ -161,6 +161,17 @@ def test_nothing_waits_for_a_save_that_is_done(tmp_path: Path) -> None:
     assert [event.what for event in events] == ["requested", "staged", "durable"] * 2
 
 
+def test_each_copy_is_waited_for_once_and_none_is_forgotten() -> None:
+    """Two saves without a step between them: the optimizer waits for both, and the one after it for none."""
+    copies, done = make("eager").engine.copies, []
+    for number in (1, 2):
+        with copies.until_update(lambda number=number: done.append(number)):
+            pass
+    for _ in range(2):
+        copies.before_update()
+        assert done == [1, 2]
+
+
 def test_a_copy_that_fails_does_not_keep_the_optimizer_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those that the writing thread makes: the step goes on, and the save is one that failed."""
     assembly = make("eager")

@@ -100,6 +100,17 @@ def test_what_is_known_to_be_something_else_is_passed_over(tmp_path: Path) -> No
         assert find_resumable(tmp_path) == older and not any(one.unreadable for one in scan(tmp_path))
 
 
+def test_a_folder_of_checkpoints_that_has_another_in_it(tmp_path: Path, capsys: Any) -> None:
+    """``latest`` says that it is one itself; all tools read the same."""
+    save(tmp_path, 5)
+    save(tmp_path / "checkpoints", 9)
+    assert resolve(tmp_path) == tmp_path / "step_00000005"
+    assert verify.main([str(tmp_path)]) == 0 and "step_00000005  sound" in capsys.readouterr().out
+    (tmp_path / "latest").unlink()
+    assert resolve(tmp_path) == tmp_path / "checkpoints/step_00000009"
+    assert verify.main([str(tmp_path)]) == 0 and "step_00000009  sound" in capsys.readouterr().out
+
+
 # ---- reading while a run goes on -------------------------------------------------------------------------------------
 
 

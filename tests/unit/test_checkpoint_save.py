@@ -360,6 +360,14 @@ def test_a_shard_that_rank_0_cannot_see_is_noticed(tmp_path: Path) -> None:
     errors = save_grid(tmp_path / "root", ops=lambda r: Elsewhere() if r == 1 else None)
     assert all("written by rank 1" in str(e) and "must share one checkpoint folder" in str(e) for e in errors)
 
+    class Behind(ScriptedOps):
+        def fsync(self, file: Any) -> None:
+            super().fsync(file)
+            os.truncate(file.name, 8)  # as rank 0's host sees it yet
+
+    errors = save_grid(tmp_path / "behind", ops=lambda r: Behind() if r == 1 else None)
+    assert all("written by rank 1" in str(e) and "is 8 bytes long as rank 0 sees it" in str(e) for e in errors)
+
 
 def test_a_complete_checkpoint_is_never_overwritten_a_partial_one_is_moved_aside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
