@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qeffect_lm.errors import QEffectError, UsageError
+from qeffect_lm.errors import QEffectError
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = ROOT / "train.py"
@@ -47,11 +47,11 @@ def inference_threads(arguments: argparse.Namespace) -> int:
     return arguments.threads if arguments.threads is not None else len(os.sched_getaffinity(0))
 
 
-def run_tool(body: Callable[[], int], show_traceback: bool, as_json: bool = False) -> int:
+def run_tool(body: Callable[[], int], show_traceback: bool, as_json: bool = False, *, os_error: int = 1) -> int:
     """Run a tool's body; an error becomes one line on stderr and its exit code, with ``as_json`` also ``{"error": …}`` on
     stdout, for whoever parses that.
 
-    An error of the operating system is exit code 2, as what could not even be tried: 1 means "damaged" or "different" to some.
+    An error of the operating system is a failure, ``os_error``: 2 of tools whose 1 says "damaged" or "different".
     """
     try:
         code = body()
@@ -69,7 +69,7 @@ def run_tool(body: Callable[[], int], show_traceback: bool, as_json: bool = Fals
         print(printable(f"error: {said}"), file=sys.stderr)
         if show_traceback:
             traceback.print_exception(error)
-        return error.exit_code if isinstance(error, QEffectError) else UsageError.exit_code
+        return error.exit_code if isinstance(error, QEffectError) else os_error
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -25,7 +25,7 @@ from tools.common import add_traceback, json_plain, run_tool
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns its exit code."""
     args = _parser().parse_args(argv)
-    return run_tool(lambda: _run(args), args.traceback, args.json)
+    return run_tool(lambda: _run(args), args.traceback, args.json, os_error=2)
 
 
 def _run(args: argparse.Namespace) -> int:

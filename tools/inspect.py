@@ -55,7 +55,7 @@ CONFIG = (  # of the configuration, what says which run this is
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns its exit code."""
     arguments = _parser().parse_args(argv)
-    return run_tool(lambda: _run(arguments), arguments.traceback, arguments.json)
+    return run_tool(lambda: _run(arguments), arguments.traceback, arguments.json, os_error=2)
 
 
 def _run(arguments: argparse.Namespace) -> int:

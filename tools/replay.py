@@ -41,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.result is not None:
         return _rank(arguments, os.environ)
     if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
-        return run_tool(lambda: _started_by_a_launcher(arguments), arguments.traceback)
-    return run_tool(lambda: _run(arguments), arguments.traceback, arguments.json)
+        return run_tool(lambda: _started_by_a_launcher(arguments), arguments.traceback, os_error=2)
+    return run_tool(lambda: _run(arguments), arguments.traceback, arguments.json, os_error=2)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -153,7 +153,7 @@ def _rank(arguments: argparse.Namespace, environ: MutableMapping[str, str]) -> i
             Path(f"{arguments.result}{RESULT.format(rank)}").write_text(json.dumps(mine))
         return 1 if mine is not None and mine["refused"] is not None else 0
 
-    code = run_tool(body, arguments.traceback)
+    code = run_tool(body, arguments.traceback, os_error=2)
     if code:  # background threads of a broken group must not keep the process
         sys.stdout.flush()
         sys.stderr.flush()

@@ -43,7 +43,7 @@ class Verdict:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns its exit code."""
     arguments = _parser().parse_args(argv)
-    return run_tool(lambda: _run(arguments), arguments.traceback, arguments.json)
+    return run_tool(lambda: _run(arguments), arguments.traceback, arguments.json, os_error=2)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -76,7 +76,7 @@ def test_generate_and_diff_on_the_command_line(tmp_path):
     train_sentencepiece([(ROOT / "README.md").read_text()], tmp_path / "tokens", vocab_size=400)
     assert run_here(tmp_path, "run", f"data.tokenizer={tmp_path / 'tokens.model'}")[0] == 0
     checkpoints = tmp_path / "run" / "checkpoints"
-    texts = [tool("generate", checkpoints, "--prompt", "the ", "--tokens", "12", "--seed", seed) for seed in ("1", "1", "2")]
+    texts = [tool("generate", checkpoints, "--prompt", "the ", "--max-new-tokens", "12", "--seed", seed) for seed in ("1", "1", "2")]
     assert all(text.returncode == 0 and text.stdout.startswith("the ") for text in texts), texts[0].stderr
     assert texts[0].stdout == texts[1].stdout != texts[2].stdout
     same = tool("diff", checkpoints, checkpoints)
