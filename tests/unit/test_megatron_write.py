@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from pathlib import Path
 
@@ -79,6 +80,22 @@ def test_torch_reads_what_is_written(golden: Path, tmp_path: Path) -> None:
         assert torch.equal(fc1, expected[f"param/decoder.layers.{i}.mlp.linear_fc1.weight"])
         norm = wanted["decoder.layers.self_attention.linear_qkv.layer_norm_weight"][i]
         assert torch.equal(norm, expected[f"param/decoder.layers.{i}.input_layernorm.weight"])
+
+
+def test_empty_extra_states_of_every_linear(golden: Path, tmp_path: Path) -> None:
+    """Megatron's layers of Transformer Engine ask for a state of each linear and of the attention, by layer; in mp_rank files
+    under the layer's own name."""
+    assert run(golden / "dist", tmp_path / "m", target="megatron") == 0
+    metadata = pickle.loads((tmp_path / "m" / "release" / ".metadata").read_bytes())  # our own
+    modules = ("self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention")
+    modules += ("mlp.linear_fc1", "mlp.linear_fc2")
+    wanted = {f"decoder.layers.{module}._extra_state/shard_{layer}_4" for module in modules for layer in range(4)}
+    assert {key for key in metadata.state_dict_metadata if "_extra_state" in key} == wanted
+    assert run(golden / "dist", tmp_path / "ranks", "--pp", "2", target="megatron") == 0
+    file = tmp_path / "ranks" / "release" / "mp_rank_00_001" / "model_optim_rng.pt"
+    state = torch.load(file, weights_only=False)["model"]
+    wanted = {f"decoder.layers.{layer}.{module}._extra_state" for module in modules for layer in range(2)}
+    assert {key for key in state if "_extra_state" in key} == wanted and not any(state[key] for key in wanted)
 
 
 def test_which_dimension_tensor_parallelism_cuts() -> None:
