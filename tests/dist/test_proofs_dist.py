@@ -21,6 +21,7 @@ def _cells(rank: int, world: int) -> list[dict[str, Any]]:
     return [lockstep.check(cell, mesh, GroupCommunicator(), "cpu", 3) for cell in wanted]
 
 
+@pytest.mark.long
 def test_lock_step_on_two_ranks():
     results = run_distributed(_cells, 2, timeout=300)
     for one, other in zip(*results, strict=True):
