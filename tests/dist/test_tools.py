@@ -91,5 +91,5 @@ def test_generate_and_diff_on_the_command_line(tmp_path):
     assert nothing.returncode == 2 and "leaves no tensor to compare" in nothing.stderr
     assert [same.returncode, other.returncode, missing.returncode] == [0, 1, 2]
     assert "first differing tensor" in other.stdout and "Traceback" not in missing.stderr
-    wrong = tool("generate", tmp_path / "nothing")
+    wrong = tool("generate", tmp_path / "nothing", "--prompt", "the ")
     assert wrong.returncode in (1, 2) and wrong.stderr.startswith("error:") and "Traceback" not in wrong.stderr
