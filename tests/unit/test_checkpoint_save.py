@@ -418,6 +418,12 @@ def test_keep_zero_keeps_all_and_what_was_just_saved_always_stays(tmp_path: Path
     assert (tmp_path / "latest").read_text() == "step_00000010\n"
 
 
+@pytest.mark.parametrize(("step", "keep"), [(-1, 0), (1, -1)])
+def test_steps_and_counts_are_not_negative(tmp_path: Path, step: int, keep: int) -> None:
+    with pytest.raises(CheckpointError, match="must not be negative"):
+        save(tmp_path, step, keep=keep)
+
+
 def test_a_linked_checkpoint_is_never_removed(tmp_path: Path) -> None:
     elsewhere = save(tmp_path / "elsewhere", 1)
     root = tmp_path / "root"

@@ -14,6 +14,7 @@ import torch
 from checkpoint import Checkpoint, open_checkpoint, rewrite_checkpoint
 from checkpoint.manifest import Manifest
 from checkpoint.record import bits, differing, float_of, read_record, record_path, write_record
+from pipeline.step_end import StepEnd
 from qeffect_lm.app import recording
 from qeffect_lm.app.replay import CONTROLS, replay
 from qeffect_lm.runtime.launch import LaunchEnv
@@ -96,6 +97,20 @@ def test_another_schedule_repeats_it_too(folder, here, capsys):
     code, report, _ = run(capsys, at(folder, 2), "pipeline.schedule=zb-h1", "pipeline.w_delay=0")
     skipped = {part["name"]: part["why_not"] for part in report["runs"][0]["parts"] if part["why_not"]}
     assert code == 0 and skipped.keys() == {"plan", "graphs"} and "pipeline.schedule" in skipped["plan"]
+
+
+def test_changed_graphs_are_told_and_the_step_is_compared_all_the_same(folder, here, capsys, monkeypatch):
+    """Another library or other code: here with an operation more that changes no number."""
+    real = StepEnd.sum_losses_
+
+    def changed(self: StepEnd) -> None:
+        real(self)
+        self._mine.mul_(1.0)
+
+    monkeypatch.setattr(StepEnd, "sum_losses_", changed)
+    code, report, _ = run(capsys, at(folder, 2))
+    assert code == 1 and different(report) == {"graphs": ["rank 0"]} and report["runs"][0]["first"] == "graphs: rank 0"
+    assert any(note.startswith("accepted: rank 0's graphs are not those of") for note in report["runs"][0]["notes"])
 
 
 @pytest.mark.parametrize(
@@ -194,6 +209,7 @@ def test_without_a_record(folder, tmp_path, here, capsys):
     ("arguments", "said"),
     [
         (["{run}/checkpoints/step_00000007"], "is the end of its run, which has 7 steps"),
+        (["{run}/checkpoints/step_00000007", "--record"], "is the end of its run, which has 7 steps: there is no step"),
         (["{run}/checkpoints/step_00000003"], "is not a complete checkpoint"),
         (["{run}/checkpoints/step_00000002", "--runs", "0"], "--runs 0: at least one"),
         (["{run}/checkpoints/step_00000002", "--record", "--control", "scale"], "--record keeps what a sound resume does"),

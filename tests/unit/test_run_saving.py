@@ -75,6 +75,19 @@ def test_logs_are_on_disk_before_the_commit_and_replicas_alike(tmp_path: Path, m
     assert [one.step for one in scan(tmp_path / "checkpoints")] == [1]
 
 
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+def test_news_of_a_save_are_told_once(tmp_path: Path, background: bool) -> None:
+    saver = saver_of(make(), tmp_path, background)
+    saver.save(1, dict, lambda: None)
+    saver.finish()
+    news = saver.news()
+    kinds = {"checkpoint_stall_ms", *(("checkpoint_durable_ms", "checkpoint_bytes") if background else ())}
+    assert news.keys() == kinds and all(value > 0 for value in news.values())
+    files = (tmp_path / "checkpoints/step_00000001").iterdir()
+    assert not background or news["checkpoint_bytes"] == sum(file.stat().st_size for file in files)
+    assert saver.news() == {}
+
+
 @pytest.mark.parametrize("axis", ["dp", "pp"])
 def test_replicas_that_differ_are_named(axis: str) -> None:
     """In one bit of one of them, a signed zero's: on all ranks, by tensor and ranks."""
