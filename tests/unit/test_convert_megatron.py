@@ -16,7 +16,7 @@ from checkpoint.megatron.read import read_megatron
 from checkpoint.publish import publish
 from qeffect_lm.app.inference import load_for_inference
 from qeffect_lm.errors import UsageError
-from tests.hf_folders import contents
+from tests.hf_folders import contents, tensors_of
 from tests.megatron_support import (
     LAYOUTS,
     SIZES,
@@ -124,6 +124,17 @@ def test_training_goes_on_where_megatron_was(golden: Path, converted: Path, tmp_
             assert torch.equal(after.read(name), decayed), name
 
 
+def test_float32_takes_the_masters(golden: Path, converted: Path, tmp_path: Path) -> None:
+    """Where a checkpoint has them they are wider than what was computed with; without --dtype the latter go out."""
+    expected = load_file(golden / "expected.safetensors")
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    kind = "param" if converted.name == "dist_layers" else "master"  # that one has no optimizer
+    for option, wanted in ((["--dtype", "float32"], expected[f"{kind}/{name}"].float()), ([], expected[f"param/{name}"])):
+        out = tmp_path / str(len(option))
+        assert main(["--from", "native", "--to", "hf", str(converted), str(out), "--quiet", *option]) == 0
+        assert torch.equal(tensors_of(out)["model.layers.1.mlp.down_proj.weight"], wanted)
+
+
 def test_weights_only_and_what_is_left_behind(golden: Path, tmp_path: Path, capsys) -> None:
     assert run(golden / "torch_tp2_pp2", tmp_path / "a", "--weights-only") == 0
     said = capsys.readouterr().out
@@ -132,7 +143,9 @@ def test_weights_only_and_what_is_left_behind(golden: Path, tmp_path: Path, caps
     checkpoint = open_checkpoint(tmp_path / "a")
     assert checkpoint.step == 0 and all(name.startswith("param/") for name in checkpoint.names())
     assert run(golden / "dist", tmp_path / "hf", target="hf") == 0  # straight on: parameters alone
+    capsys.readouterr()
     assert run(golden / "torch_tp2_pp2", tmp_path / "hf2", target="hf") == 0
+    assert "left behind: 27 tensors exp_avg of" in capsys.readouterr().out
     assert contents(tmp_path / "hf") == contents(tmp_path / "hf2")
 
 

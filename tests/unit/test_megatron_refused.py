@@ -366,3 +366,9 @@ def test_options_for_megatron_alone(golden: Path, tmp_path: Path, capsys) -> Non
     command = ["--from", "native", "--to", "hf", str(golden), str(tmp_path / "x"), "--allow-pickle"]
     assert main(command) == 2
     assert "--allow-pickle is for --from megatron" in capsys.readouterr().err
+    for option in ("--tp", "--pp"):
+        assert run(golden / "dist", tmp_path / "x", option, "2") == 2
+        assert "--tp and --pp are for --to megatron: leave them out" in capsys.readouterr().err
+    for option in (["--weights-only"], ["--vocab-size", "5"], ["--model", "x.yaml"]):
+        assert main([*command[:-1], *option]) == 2
+        assert f"{option[0]} is for --from megatron: leave it out" in capsys.readouterr().err
