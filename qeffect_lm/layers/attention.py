@@ -235,7 +235,7 @@ class Attention(Layer):
         group = self.heads // self.kv_heads
         rows = q.reshape(batch, self.kv_heads, group * sequence, self.head_dim)
         mask = mask if sequence == 1 else mask.repeat(1, 1, group, 1)
-        return functional.scaled_dot_product_attention(rows, k, v, attn_mask=mask).view(q.shape)
+        return functional.scaled_dot_product_attention(rows, k, v, attn_mask=mask).reshape(q.shape)
 
 
 class RotatedHeads(torch.autograd.Function):

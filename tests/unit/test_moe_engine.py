@@ -40,6 +40,12 @@ def two(step: int) -> Batch:
     return batch(step, microbatches=2)
 
 
+def finished(assembly: Assembly) -> None:
+    """Writes from outside and the engine's work are on different streams of a GPU; nothing but this orders them."""
+    if assembly.config.run.device == "cuda":
+        torch.cuda.synchronize()
+
+
 def route(assembly: Assembly, idle: tuple[int, ...]) -> None:
     """Routers that never choose ``idle``: of each of two opposite pairs one logit is positive, and the idle ones' are 0."""
     pairs = [e for e in range(EXPERTS) if e not in idle]
@@ -53,6 +59,7 @@ def route(assembly: Assembly, idle: tuple[int, ...]) -> None:
                 master[pairs[2 * pair]], master[pairs[2 * pair + 1]] = row, -row
             flat.master(name).copy_(master)
     flat.gather()
+    finished(assembly)
 
 
 def scales_of(assembly: Assembly, experts: tuple[int, ...], kinds: tuple[str, ...] = ("input", "grad_output")) -> Any:
@@ -75,9 +82,11 @@ def sleepers(assembly: Assembly, step: Callable[[int], Any], checked: bool = Fal
         if checked:
             assembly.flat.grad_buffer.fill_(7.0)
             before = scales_of(assembly, idle), scales_of(assembly, ASLEEP, ("weight",))
+            finished(assembly)
         result = step(number)
         losses.append(float(result.loss))
         if checked:
+            finished(assembly)
             after = scales_of(assembly, idle), scales_of(assembly, ASLEEP, ("weight",))
             assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True)), "nothing of an idle one moves"
             assert bool((after[0][2] == EMPTY).all()) and not torch.equal(before[1][1], after[1][1]), "weights are never idle"
