@@ -1,6 +1,7 @@
 """The router of a mixture of experts: softmax over all experts, the best k, and the losses that keep experts in use.
 
-    p = softmax(x @ w.T)         over all experts, in float32 or wider; the k largest are taken, of equal ones the lowest number
+    p = softmax(x @ w.T)         over all experts, in float32 or wider; those of the k largest logits are taken, of equal ones
+                                 the lowest number
     weights = p of those k       divided by their sum, where the configuration says so
 
     balance   E * sum_e f_e P_e         f_e: assignments to e per valid token, P_e: mean of p_e over valid tokens
@@ -109,9 +110,10 @@ class _Route(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, router: Router, context: LayerContext) -> tuple[torch.Tensor, torch.Tensor]:
         logits = router.logits(x)
         probabilities = torch.softmax(logits, dim=-1)
-        best, order = torch.sort(probabilities, dim=-1, descending=True, stable=True)
-        best, experts = best[:, : router.top_k], order[:, : router.top_k].contiguous()
-        weights = best / best.sum(dim=-1, keepdim=True) if router.normalise else best.clone()
+        order = torch.argsort(logits, dim=-1, descending=True, stable=True)  # probabilities may underflow, and tie at 0
+        experts = order[:, : router.top_k].contiguous()
+        best = probabilities.gather(1, experts)
+        weights = best / best.sum(dim=-1, keepdim=True) if router.normalise else best
         ctx.save_for_backward(x, logits, experts)
         ctx.router, ctx.context = router, context
         ctx.mark_non_differentiable(experts)

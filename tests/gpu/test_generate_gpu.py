@@ -49,18 +49,27 @@ def test_captured_steps_are_the_eager_ones(dtype, recipe, sampling):
     assert made[0] == made[1] and len(made[0]) == 5 * 320
 
 
-@pytest.mark.parametrize(("dtype", "recipe", "bound"), [("float32", "none", 1e-4), ("bfloat16", "delayed", 0.1)])
-def test_cached_passes_give_the_logits_of_full_ones(dtype, recipe, bound):
-    """Relative to the largest logit. (In bfloat16 a rounding of an activation is 2**-8 of it, and FP8's 2**-4.)"""
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """``|a - b| / |b|``."""
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+@pytest.mark.parametrize(("dtype", "recipe"), [("float32", "none"), ("bfloat16", "delayed")])
+def test_cached_passes_give_the_logits_of_full_ones(dtype, recipe):
+    """In float32 within 1e-4 of their norm. In FP8, where other kernels of attention round other elements to other values, they
+    are nearer to each other than either is to float32; those of the place before are not."""
     prompt, subject = PROMPTS[3], model(dtype, recipe)
-    generator, seen = Generator(subject, Sampling(0)), []
+    generator, made = Generator(subject, Sampling(0)), []
     chosen = generator._choose
 
     def spy(logits, rows):
-        seen.append(logits[0].clone())
+        made.append(logits[0].clone())
         chosen(logits, rows)
 
     generator._choose = spy
     tokens = [*prompt, *(new.token for new in generator.run([prompt], 40))]
-    full = subject.logits(torch.tensor([tokens[:-1]], device=subject.device))[0, len(prompt) - 1 :]
-    assert float((torch.stack(seen) - full).abs().max()) <= bound * float(full.abs().max())
+    places = torch.tensor([tokens[:-1]], device=subject.device)
+    full, exact = (one.logits(places)[0, len(prompt) - 1 :] for one in (subject, model("float32", "none")))
+    bound = 1e-4 if recipe == "none" else distance(full, exact)
+    assert distance(torch.stack(made), full) <= bound < 0.5
+    assert distance(torch.stack(made)[:-1], full[1:]) > 2 * bound

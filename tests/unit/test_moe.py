@@ -113,6 +113,15 @@ def test_equal_experts_go_by_number() -> None:
         assert weights.dtype is (torch.float64 if dtype is torch.float64 else torch.float32), "not rounded to bfloat16"
 
 
+def test_experts_whose_probability_is_zero_go_by_their_logits() -> None:
+    """exp(-150) is 0 in float32: ranked by probabilities, expert 0 with a logit of 0 would come before one with 50."""
+    router = Router("router", 4, 6, 2)
+    with torch.no_grad():
+        router.weight[3], router.weight[4], router.weight[5] = 12.5, 50.0, -50.0
+    weights, numbers = router(torch.ones(5, 4), LayerContext(Phase.EVAL, key=torch.zeros((), dtype=torch.int64)))
+    assert numbers.tolist() == [[4, 3]] * 5 and weights.tolist() == [[1.0, 0.0]] * 5
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_every_routing(data: st.DataObject) -> None:

@@ -170,7 +170,7 @@ def saving(arguments: argparse.Namespace) -> int:
     print("\n" + benchmark.table(found))
     where = torch.cuda.get_device_name() if arguments.device == "cuda" else f"CPU {platform.machine()}"
     loads = {"load_average_before_and_after": [load, os.getloadavg()[0]]}
-    write({**header(arguments, where), **loads, **found}, arguments.json)
+    write({**header(arguments, where), **loads, **found, "device": where}, arguments.json)
     return 0
 
 
