@@ -155,7 +155,7 @@ def test_two_ranks_save_the_same_in_the_background(folder: Path, layout: str) ->
 @pytest.mark.long
 @pytest.mark.parametrize(("victim", "more"), [(0, []), (1, []), (0, [ASYNC]), (1, [ASYNC])])
 def test_one_of_two_stages_is_killed(folder: Path, victim: int, more: list[str]) -> None:
-    """Over gloo, in each stage of a save: the other one ends too and says that it lost a peer; both go on when started again."""
+    """Over gloo, in each stage of a save: the other ends too and says that it lost a peer; both go on when started again."""
     kinds = [("mkdir", ".tmp-"), ("write", ".safetensors"), ("fsync", ".safetensors")]
     if victim == 0:
         kinds += [("create", "manifest.json"), ("rename", ".tmp-step"), ("create", ".tmp-latest"), ("unlink", "manifest.json")]

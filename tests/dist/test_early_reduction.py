@@ -23,7 +23,8 @@ def _told(rank: int, world: int, variants: list[dict[str, Any]]) -> list[Any]:
     mesh.create_groups()
     told = []
     for settings in variants:
-        run = train(config(**{**SHARED, "parallel__dp": world, **settings}), 3, mesh=mesh, batches=lambda n: data(n, rank, world))
+        made = config(**{**SHARED, "parallel__dp": world, **settings})
+        run = train(made, 3, mesh=mesh, batches=lambda n: data(n, rank, world))
         told.append(((run.losses, run.norms, run.skipped, 0.0), items_of(run.assembly), 0.0))
     return told
 

@@ -37,7 +37,10 @@ def _train(rank: int, world: int, settings: dict):
     return run.losses, run.norms, run.tensors, run.assembly.plan.schedule
 
 
-@pytest.mark.parametrize(("schedule", "ranks", "backend"), [("zb-h1", 2, "host_replay"), pytest.param("zb-h2", 3, "eager", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "backend"),
+    [("zb-h1", 2, "host_replay"), pytest.param("zb-h2", 3, "eager", marks=pytest.mark.long)],
+)
 def test_pipelines(schedule, ranks, backend, reference):
     """FP8 with dropout; four microbatches, on three ranks one less than ZB-H2 is published for."""
     results = run_distributed(_train, ranks, _settings(schedule, backend), timeout=240)

@@ -68,4 +68,5 @@ def test_one_run_over_four_layouts(tmp_path):
     assert again[13][0] == pytest.approx(near[13][0], rel=1e-14)
     assert [again[n][0] for n in range(13, 17)] == pytest.approx([near[n][0] for n in range(13, 17)], rel=1e-3)
     output = carried(tmp_path, "other batch", step("grid", 12), 2, "parallel.dp=2", "data.accept_batch=true")
-    assert "WARNING: a step takes 16 sequences now, 8 before: the same batch needs parallel.dp x pipeline.microbatches = 4" in output
+    warning = "WARNING: a step takes 16 sequences now, 8 before: the same batch needs parallel.dp x pipeline.microbatches = 4"
+    assert warning in output

@@ -38,7 +38,8 @@ def assets(folder: Path) -> None:
 
 def _train(rank: int, world: int, folder: str, runs: list[dict[str, Any]]) -> list[Any]:
     """Trainers one after the other in one process group; what each tells."""
-    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": f"{folder}/home{rank}", "LOCAL_RANK": str(rank)}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    os.environ |= {"HF_HOME": f"{folder}/home{rank}", "LOCAL_RANK": str(rank)}
     from qeffect_lm.integrations.torchtitan.cpu import on_cpu
 
     on_cpu()
@@ -128,7 +129,7 @@ SCHEDULE = "--parallelism.pipeline_parallel_schedule="
 
 
 def test_titans_trainer_with_our_pipeline(tmp_path: Path) -> None:
-    """Ours under ZB-V, 1F1B and ZB-H1: the same bits; its own 1F1B: the same to float32's rounding. FP8 resumed from TorchTitan's
+    """Ours under ZB-V, 1F1B and ZB-H1: the same bits; its own 1F1B: the same to float32's rounding. FP8 resumed from its
     checkpoint: the bits of the run that went on, scales, histories and cached weights included."""
     check(tmp_path, steps=2)
 
