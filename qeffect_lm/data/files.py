@@ -43,14 +43,14 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Writes ``data`` to ``path``, whole or not at all; raises :class:`QEffectError` when it cannot."""
+def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
+    """Writes ``parts``, one after the other, to ``path``, whole or not at all; raises :class:`QEffectError` when it cannot."""
     temporary = temporary_name(path)
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(temporary, "wb") as file:
-                file.write(data)
+                file.writelines(parts)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)

@@ -23,7 +23,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from qeffect_lm.data.files import fsync_directory, temporary_name, write_errors
+from qeffect_lm.data.files import write_atomic
 from qeffect_lm.data.indexed import IndexedDataset
 from qeffect_lm.errors import QEffectError
 
@@ -138,23 +138,10 @@ def _store(path: Path, key: str, arrays: Arrays) -> None:
         for part in _padded(values):
             digest.update(part)
     header = json.dumps({"key": key, "sha256": digest.hexdigest(), "arrays": placed}).encode() + b"\n"
-    temporary = temporary_name(path)
-    with write_errors(path):
-        try:
-            with open(temporary, "wb") as file:
-                file.write(header + b" " * (-len(header) % _ALIGN))
-                for values in arrays.values():
-                    for part in _padded(values):
-                        file.write(part)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-            fsync_directory(path.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
+    write_atomic(path, header + b" " * (-len(header) % _ALIGN), *(part for v in arrays.values() for part in _padded(v)))
 
 
-def _padded(values: np.ndarray) -> tuple[Any, bytes]:
+def _padded(values: np.ndarray) -> tuple[memoryview, bytes]:
     return np.ascontiguousarray(values).view(np.uint8).data, b"\0" * (-values.nbytes % _ALIGN)
 
 

@@ -208,7 +208,7 @@ def test_a_crash_between_the_renames_leaves_no_index(tmp_path: Path, monkeypatch
 
 
 def test_a_failing_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_atomic(tmp_path / "a", b"old")
+    write_atomic(tmp_path / "a", b"o", memoryview(b"ld"))
 
     def fail(source: Path, target: Path) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
