@@ -119,13 +119,13 @@ class _Guarded:
         with guard.ledger.action("F", self._number, microbatch, slots=self._slots) as scope:
             scope.retain(TAPE, None)
             with guard.work(contract._stream, name, reads=[*tensors, *self._weights]):
-                entered = [_Leave.apply(a, call) if isinstance(a, torch.Tensor) else a for a in args]
+                entered = [_Told.apply(a, call.finish) if isinstance(a, torch.Tensor) else a for a in args]
                 out = self._fn(*entered, **kwargs)
         contract._open.add((self._number, microbatch))
         call.inputs = sum(t.requires_grad for t in tensors)
         if isinstance(out, torch.Tensor):
-            return _Enter.apply(out, call)
-        return type(out)(_Enter.apply(part, call) if isinstance(part, torch.Tensor) else part for part in out)
+            return _Told.apply(out, call.begin)
+        return type(out)(_Told.apply(part, call.begin) if isinstance(part, torch.Tensor) else part for part in out)
 
     def _check_cast(self, kwargs: Mapping[str, Any]) -> None:
         """Raises: StaleWeightError: the weights changed since they were cast, and this call says to use that cast."""
@@ -170,31 +170,17 @@ class _Call:
         self.contract._open.discard((self.number, self.microbatch))
 
 
-class _Enter(torch.autograd.Function):
-    """On an output: its backward comes right before the callable's."""
+class _Told(torch.autograd.Function):
+    """The identity, whose backward tells: on an output it comes right before the callable's, on an input right after it."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, call: _Call) -> torch.Tensor:
-        ctx.call = call
+    def forward(ctx: Any, x: torch.Tensor, tell: Callable[[], None]) -> torch.Tensor:
+        ctx.tell = tell
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        ctx.call.begin()
-        return grad, None
-
-
-class _Leave(torch.autograd.Function):
-    """On an input: its backward comes right after the callable's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, call: _Call) -> torch.Tensor:
-        ctx.call = call
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        ctx.call.finish()
+        ctx.tell()
         return grad, None
 
 
