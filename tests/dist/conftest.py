@@ -11,6 +11,7 @@ SHORT = (
     "test_engine_dist.py::test_dead_peer_is_named",
     "test_pipelining.py::test_every_schedule_equals_one_process_and_each_other",
     "test_pipelining.py::test_what_is_refused",
+    "test_pipelining_more.py::test_stages_in_fsdp_and_scales_that_ranks_share",
     "test_resume.py::test_two_stages_killed_and_restarted_by_torchrun",
     "test_schedules_dist.py::test_a_schedule_over_gloo",
     "test_tied.py::test_two_stages",

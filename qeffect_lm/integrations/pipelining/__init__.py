@@ -12,6 +12,7 @@ _WHERE = {
     "schedules": (
         "PipelineStage",
         "PipelineSchedule",
+        "PipelineScheduleSingle",
         "ScheduleGPipe",
         "Schedule1F1B",
         "ScheduleZBH1",

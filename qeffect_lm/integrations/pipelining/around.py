@@ -31,7 +31,7 @@ from qeffect_lm.contract.timeline import Direction, ScaleTimeline
 from qeffect_lm.contract.versions import WeightVersions
 from qeffect_lm.errors import UsageError
 from qeffect_lm.integrations.pipelining.convert import Conversion, Tape, running, split_linears, weight_grads
-from qeffect_lm.integrations.pipelining.fp8 import FP8State, fp8_linears
+from qeffect_lm.integrations.pipelining.fp8 import state_of
 from qeffect_lm.integrations.pipelining.sharded import is_sharded
 
 TAPE = "tape"
@@ -46,7 +46,7 @@ class Attached:
         for stage in stages:
             _check(stage)
             self.conversions[stage.stage_index] = split_linears(stage.submod)
-        self.fp8 = _fp8(stages, fp8)
+        self.fp8 = state_of(stages, fp8)
         timeline = ScaleTimeline([]) if self.fp8 is None else self.fp8.timeline
         versions = WeightVersions([]) if self.fp8 is None else self.fp8.versions
         self.ledger = Ledger(timeline, versions, GradSlots([]), mode=Mode(mode))
@@ -64,10 +64,9 @@ class Attached:
         inner = schedule._step_microbatches
 
         def step(*args: Any, **kwargs: Any) -> Any:
-            if self.fp8 is not None:
-                self.fp8.refresh(self.ledger)
-                self.fp8.check_cast()
             self._trains = bool(schedule._has_backward)
+            if self.fp8 is not None:
+                (self.fp8.begin if self._trains else self.fp8.refresh)(self.ledger)
             if not self._trains:
                 return inner(*args, **kwargs)
             try:
@@ -82,6 +81,8 @@ class Attached:
                 self._slots.clear()
                 self._free.clear()
                 self.ledger.abandon_step()
+                if self.fp8 is not None:
+                    self.fp8.abandon()
                 schedule._internal_losses.clear()  # else torch's next step begins with this one's
                 for stage in self._stages:
                     for left in (stage.dw_runner, stage.bwd_cache, stage.backward_state):
@@ -177,14 +178,3 @@ def _check(stage: Any) -> None:
             f"stage {stage.stage_index} is in DDP or FSDP, which takes a gradient when autograd makes it: "
             "W is not autograd's. Give the module itself"
         )
-
-
-def _fp8(stages: list[Any], fp8: bool | dict[str, Any]) -> FP8State | None:
-    linears: dict[str, Any] = {}
-    for stage in stages:
-        linears |= fp8_linears(stage.submod, f"stage{stage.stage_index}.")
-    if fp8 is False:
-        return None
-    if not linears:
-        raise UsageError("fp8 is asked for, and no linear of this rank's stages is split")
-    return FP8State(linears, **(fp8 if isinstance(fp8, dict) else {}))

@@ -185,7 +185,7 @@ def split_linears(module: nn.Module, *, only: Callable[[str, nn.Linear], bool] |
         if why is None and only is not None and not only(path, child):
             why = vars(child)["split_left"] = "left whole on request"
         if why is not None:
-            left[f"{path}.weight"] = why
+            left[f"{path}.weight".removeprefix(".")] = why  # the root's own path is empty
             continue
         if not isinstance(child, SplitLinear):
             child.__class__ = _class_of(type(child))

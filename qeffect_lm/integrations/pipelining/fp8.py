@@ -1,31 +1,33 @@
 """FP8 for converted linears: delayed scaling under the contract, cached weights with versions, state for a checkpointer.
 
 Scales belong to a window of one optimizer step: F and I read the scale of an epoch, their maxima go into the open window, and
-the schedule commits once, after the last W (:class:`~qeffect_lm.contract.timeline.ScaleTimeline`). Weights are cast once for
-each value they have: a cache remembers the version that autograd counts of its tensor, and a weight that was written since,
-however, is cast anew before the step begins; one that is written in the middle of a step is a
-:class:`~qeffect_lm.contract.errors.StaleWeightError`.
+the schedule commits once, after the last W (:class:`~qeffect_lm.contract.timeline.ScaleTimeline`). Until maxima of an operand
+were rolled in, each of its tensors has a scale of its own, from its own maximum: under a scale of 1 gradients of a mean over
+many tokens are zeros in E5M2. Weights are cast
+once for each step or evaluation, right before it, whoever wrote them and however. One that autograd counts a write of in the
+middle of a step is a :class:`~qeffect_lm.contract.errors.StaleWeightError`; it does not count those of fused optimizers, nor of
+foreach ones into sharded weights (FSDP2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch.distributed.tensor import DTensor
 
 from qeffect_lm.contract.errors import StaleWeightError
-from qeffect_lm.contract.ledger import Ledger
+from qeffect_lm.contract.ledger import Ledger, Scope
 from qeffect_lm.contract.timeline import Direction, ScaleTimeline
 from qeffect_lm.contract.versions import WeightVersions
 from qeffect_lm.errors import UsageError
 from qeffect_lm.fp8.cache import LAYOUTS, WeightCache
 from qeffect_lm.fp8.gemm import accumulate_scaled_mm, scaled_mm
-from qeffect_lm.fp8.quantise import Quantised
-from qeffect_lm.fp8.recipes import DelayedScaling, roles_of
-from qeffect_lm.integrations.pipelining.sharded import storage, whole
+from qeffect_lm.fp8.quantise import E4M3, Quantised, current_scale
+from qeffect_lm.fp8.recipes import FORMATS, DelayedScaling, roles_of
+from qeffect_lm.integrations.pipelining.sharded import whole
 
 if TYPE_CHECKING:
     from qeffect_lm.integrations.pipelining.convert import SplitLinear, Tape
@@ -43,7 +45,7 @@ class FP8Linear:
         self.ran = True
         if x.is_cuda and x.shape[0] % 16:
             raise UsageError(f"{self.name}: a microbatch of {x.shape[0]} tokens; FP8 products on a GPU take multiples of 16")
-        q = self.recipe.operand(self.name, "input", x.detach(), scope)
+        q = self._operand("input", x.detach(), scope)
         weight = self._weight("rows", tape)
         assert q.rows is not None and q.columns is not None and weight.rows is not None
         library = self.state.library
@@ -56,7 +58,7 @@ class FP8Linear:
         self, dy: torch.Tensor, kept: Sequence[torch.Tensor], tape: Tape, needs_dx: bool
     ) -> tuple[torch.Tensor | None, tuple[Any, Any]]:
         """I: dx, and the operands of W."""
-        q = self.recipe.operand(self.name, "grad_output", dy, tape.scope)
+        q = self._operand("grad_output", dy, tape.scope)
         dx = None
         if needs_dx:
             weight = self._weight("columns", tape)
@@ -71,6 +73,11 @@ class FP8Linear:
             grad = torch.empty(dy[0].shape[0], x[0].shape[0], dtype=dtype, device=dy[0].device)
         accumulate_scaled_mm(grad, dy[0], dy[1], x[0], x[1], beta, library=self.state.library)
         return grad
+
+    def _operand(self, kind: str, x: torch.Tensor, scope: Scope | None) -> Quantised:
+        first = f"{self.name}.{kind}" in self.state.unrolled
+        scale = current_scale(x, FORMATS[kind], self.state.timeline.margin) if first else None
+        return self.recipe.operand(self.name, kind, x, scope, scale=scale)
 
     def _weight(self, layout: str, tape: Tape) -> Quantised:
         self.state.check_fresh(self.name)
@@ -113,8 +120,10 @@ class FP8State:
         self.cache: WeightCache | None = None
         self.library: Any = None
         self._masters: dict[str, torch.Tensor] = {}  # what the optimizer writes, which is not what runs under FSDP
-        self._seen: dict[str, tuple[int, int]] = {}  # data pointer and autograd's version of what was cast
-        self._skip = torch.zeros((), dtype=torch.bool)
+        self._seen: dict[str, tuple[int, ...]] = {}  # what was cast: see _version
+        self.unrolled = {role.name for role in roles}  # operands without a maximum in their history
+        self._skip = torch.zeros((), dtype=torch.bool)  # no step is left out here
+        self._begun = self.timeline.begun()
         self._ledger: Ledger | None = None  # once a step has run
         self._loaded: dict[str, torch.Tensor] | None = None  # casts to come must equal these
 
@@ -146,36 +155,56 @@ class FP8State:
             linear.fp8 = FP8Linear(name, self.recipe, self.cache.cached[f"{name}.weight"], self)
 
     def refresh(self, ledger: Ledger) -> None:
-        """Before a step, and before it is saved: cast the weights, if any of them was written since the last cast."""
+        """Before a step, an evaluation, and a save: cast the weights."""
         self.prepare()
         self._ledger = ledger
         assert self.cache is not None
-        self._masters = {name: storage(linear.weight) for name, linear in self.linears.items()}
+        self._masters = {name: linear.weight for name, linear in self.linears.items()}
         now = {name: self._version(name) for name in self.linears}
         changed = [name for name in self.linears if self._seen.get(name) != now[name]]
-        epoch = self.timeline.epochs[Direction.FORWARD]
-        if not changed and all(self._fresh_scale(name, epoch) for name in self.linears):
-            return
         self.versions.bump([f"{name}.weight" for name in changed])
         with torch.no_grad():
+            self._first_weight_scales()
             self.cache.refresh_()
         self._seen = now
         ledger.refreshed({name: self.cache.layer_of(name) for name in self.cache.names}, LAYOUTS)
 
-    def _fresh_scale(self, name: str, epoch: int) -> bool:
-        try:
-            self.versions.require(f"{name}.weight", "rows", epoch=epoch, reader="refresh")
-        except StaleWeightError:
-            return False
-        return True
+    def begin(self, ledger: Ledger) -> None:
+        """A step begins: weights are cast that were written, and what :meth:`abandon` puts back is kept."""
+        self.refresh(ledger)
+        self.check_cast()
+        begun = self.timeline.begun()
+        tensors = {name: getattr(self.timeline, name).clone() for name in ("open_amax", "scale", "history")}
+        self._begun = begun._replace(tensors=tensors)
 
-    def _version(self, name: str) -> tuple[int, int]:
+    def abandon(self) -> None:
+        """It failed: its maxima are forgotten, and scales that it rolled are those of before."""
+        self.timeline.begin_again(self._begun)
+        self._find_unrolled(anew=True)
+
+    def _first_weight_scales(self) -> None:
+        """What the cast reads is the timeline's, which nobody else reads of weights, and nobody at all between two steps."""
+        for name, linear in self.linears.items():
+            if f"{name}.weight" in self.unrolled:
+                weight = whole(linear.weight).bfloat16()  # as it is cast
+                self.timeline.scale_of(f"{name}.weight").copy_(current_scale(weight, E4M3, self.timeline.margin))
+
+    def _find_unrolled(self, anew: bool = False) -> None:
+        """Waits for the device, so only while there are any, which are few after the first step: experts that never ran."""
+        if self.unrolled or anew:
+            rolled = (self.timeline.history > 0).any(dim=1).tolist()
+            self.unrolled = {role.name for role, known in zip(self.timeline.roles, rolled, strict=True) if not known}
+
+    def _version(self, name: str) -> tuple[int, ...]:
+        """Where the weight lies, autograd's count of its writes, and the step, as no optimizer's write need be counted."""
         master = self._masters[name]
-        return master.data_ptr(), master._version
+        local = master._local_tensor if isinstance(master, DTensor) else master
+        return local.data_ptr(), local._version, master._version, self.timeline.commits
 
     def check_fresh(self, name: str) -> None:
-        """Raises: StaleWeightError: the weight was written since it was cast."""
-        if self._seen.get(name) != self._version(name):
+        """Raises: StaleWeightError: the weight was written since it was cast (unless the contract is off)."""
+        assert self._ledger is not None
+        if self._ledger.checks and self._seen.get(name) != self._version(name):
             raise StaleWeightError(
                 f"{name}.weight was written after it was cast to FP8 for this step: the optimizer steps between two calls of "
                 "step(), not in the middle of one",
@@ -200,6 +229,7 @@ class FP8State:
         ledger.commit(self.timeline.epochs[Direction.FORWARD])
         with torch.no_grad():
             self.timeline.roll_(self._skip)
+        self._find_unrolled()
 
     # ---- torch.distributed.checkpoint.stateful.Stateful --------------------------------------------------------
 
@@ -250,6 +280,7 @@ class FP8State:
             self.timeline.history[row].copy_(history)
         epochs = {str(d): int(epoch) for d, epoch in zip(Direction, state["epochs"], strict=True)}
         self.timeline.load_state({"epochs": epochs, "commits": int(state["commits"]), "window": "step"})
+        self._find_unrolled(anew=True)
         for name in self.versions.versions:
             layer = self.cache.layer_of(name)
             self.versions.versions[name] = int(state[f"{layer}/weight_version"]) - 1  # the cast to come counts once
@@ -272,8 +303,21 @@ class FP8State:
         self._loaded = None
 
 
-def fp8_linears(module: nn.Module, prefix: str = "") -> dict[str, SplitLinear]:
-    """The converted linears below ``module`` by ``prefix`` and path."""
+def state_of(stages: Iterable[Any], fp8: bool | dict[str, Any]) -> FP8State | None:
+    """Of the converted linears of ``stages``, by stage and path; None where ``fp8`` (True, or options) is not asked for.
+
+    Raises:
+        UsageError: it is, and there is no converted linear.
+    """
     from qeffect_lm.integrations.pipelining.convert import SplitLinear
 
-    return {f"{prefix}{path}": child for path, child in module.named_modules() if isinstance(child, SplitLinear)}
+    if fp8 is False:
+        return None
+    linears: dict[str, SplitLinear] = {}
+    for stage in stages:
+        for path, child in stage.submod.named_modules(prefix=f"stage{stage.stage_index}"):
+            if isinstance(child, SplitLinear):
+                linears[path] = child
+    if not linears:
+        raise UsageError("fp8 is asked for, and no linear of this rank's stages is split")
+    return FP8State(linears, **(fp8 if isinstance(fp8, dict) else {}))

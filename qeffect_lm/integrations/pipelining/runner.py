@@ -21,7 +21,6 @@ from torch.distributed.pipelining import PipelineStage
 from pipeline.actions import Action, Kind
 from pipeline.p2p import queues_of
 from pipeline.plan import Plan
-from qeffect_lm.contract.errors import ContractViolation
 from qeffect_lm.contract.grads import GradSlots
 from qeffect_lm.contract.leases import Slot
 from qeffect_lm.contract.ledger import Ledger, Mode, Scope
@@ -70,6 +69,7 @@ class Runner:
         loss_fn: ``(output, target, **loss_kwargs)`` → 0-dim loss; None: forward only.
         seed: what each microbatch's loss is multiplied with for its gradient.
         mode: ``enforce`` or ``off``.
+        defer: receives are started when they are needed, not where the plan has them.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class Runner:
         fp8: FP8State | None = None,
         mode: str = "enforce",
         timeout: float = 600.0,
+        defer: bool = False,
     ) -> None:
         self.plan, self.line, self.device, self._stages = plan, line, device, dict(stages)
         self.rank = line.coord("pp")
@@ -93,7 +94,7 @@ class Runner:
         self.ledger = Ledger(timeline, versions, GradSlots([]), mode=Mode(mode))
         self._slots = plan.slots[self.rank]
         self._transport: GroupTransport | None = None
-        self._timeout = timeout
+        self._timeout, self._defer = timeout, defer
         self._training, self._evaluating = {}, {}  # type: dict[tuple[int, str], Border], dict[tuple[int, str], Border]
         self._in: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}  # handed over on this rank
         self._dy: dict[tuple[int, int], tuple[torch.Tensor | None, ...]] = {}
@@ -116,8 +117,7 @@ class Runner:
         self._check()
         self._connect()
         if self.fp8 is not None:
-            self.fp8.refresh(self.ledger)
-            self.fp8.check_cast()
+            self.fp8.begin(self.ledger)
         results = Results()
         try:
             self.ledger.begin_step(self._step)
@@ -139,9 +139,11 @@ class Runner:
         if kind is Kind.F:
             self._forward(action, batch, results, keep)
         elif kind is Kind.I:
-            self._input_grad(action, results)
+            self._input_grad(action)
         elif kind is Kind.W:
             self._weight_grad(action)
+        elif self._defer and kind in (Kind.RECV_F, Kind.RECV_B):
+            return  # the action that needs it starts it
         elif kind is Kind.RECV_F:
             self._border(action.key[0] - 1, "F").post(action.key[1])
         elif kind is Kind.RECV_B:
@@ -217,7 +219,7 @@ class Runner:
             raise UsageError(f"loss_fn returned {type(loss).__name__}: a loss is one number, a 0-dim tensor")
         return loss
 
-    def _input_grad(self, action: Action, results: Results) -> None:
+    def _input_grad(self, action: Action) -> None:
         chunk, microbatch = action.key
         last = chunk == self.plan.placement.num_chunks - 1
         with self._action("I", action) as (scope, tape):
@@ -319,11 +321,9 @@ class Runner:
         found = borders.get((chunk, direction))
         if found is None:
             assert self._transport is not None
-            other = chunk + (1 if direction == "F" else -1)
-            mine = chunk in self._stages
-            reader = other if not mine else chunk
-            slots = {m: i for (c, m), i in index.items() if c == reader}
-            peer = self.plan.placement.ranks[other if mine else chunk]
+            reader = chunk + (1 if direction == "F" else -1)
+            peer = self.plan.placement.ranks[reader if chunk in self._stages else chunk]
+            slots = {m: i for (c, m), i in index.items() if c == reader}  # none where it is another rank's
             found = Border(self._transport, self.device, chunk=chunk, peer=peer, direction=direction, slots=slots)
             borders[chunk, direction] = found
         return found
@@ -355,6 +355,8 @@ class Runner:
         self._saved.clear()
         if self.ledger.leases.step is not None:
             self.ledger.abandon_step()
+            if self.fp8 is not None:
+                self.fp8.abandon()
         if self._transport is not None:
             self._broken = f"step {self._step} failed with messages in flight, which the next step could take for its own"
 
@@ -377,6 +379,3 @@ def _detached(raw: Any) -> Any:
     if isinstance(raw, dict):
         return {key: _detached(value) for key, value in raw.items()}
     return raw
-
-
-__all__ = ["Batch", "ContractViolation", "Results", "Runner"]

@@ -35,7 +35,7 @@ from pipeline.schedules import find_schedule
 from qeffect_lm.errors import UsageError
 from qeffect_lm.integrations.pipelining import sharded, torch_csv
 from qeffect_lm.integrations.pipelining.convert import Conversion, SplitLinear, split_linears
-from qeffect_lm.integrations.pipelining.fp8 import FP8State, fp8_linears
+from qeffect_lm.integrations.pipelining.fp8 import state_of
 from qeffect_lm.integrations.pipelining.links import GroupLine
 from qeffect_lm.integrations.pipelining.runner import Batch, Results, Runner
 
@@ -59,10 +59,13 @@ class PipelineStage(TorchStage):
 class PipelineSchedule(_PipelineSchedule):
     """A plan of ours over torch's stages. Use a subclass, or ``name`` for any schedule of ours, or ``plan``.
 
+    Arguments by position are those of torch's schedules of several stages; ours are given by name.
+
     Args:
         stages: this rank's stages, one or a list; ours or torch's own.
         n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads: as of torch's schedules.
         backward_requires_autograd: taken and not needed.
+        defer_pp_recv: a receive is started when what it brings is needed, not as early as the plan can.
         name: 1f1b, gpipe, interleaved-1f1b, zb-h1, zb-h2, zb-v or dualpipev.
         w_delay: microbatches by which W trails I, of schedules that do not say themselves.
         plan: instead of a name.
@@ -85,9 +88,9 @@ class PipelineSchedule(_PipelineSchedule):
         args_chunk_spec: Any = None,
         kwargs_chunk_spec: Any = None,
         output_merge_spec: Any = None,
-        use_full_backward: bool | None = None,
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
         *,
         name: str | None = None,
         w_delay: int | None = 0,
@@ -102,9 +105,9 @@ class PipelineSchedule(_PipelineSchedule):
             raise UsageError("a schedule needs this rank's stages, and there are none")
         self._num_stages = self._stages[0].num_stages
         self._line = GroupLine(self._stages[0].group)
-        self._mode, self._timeout = contract, timeout
+        self._mode, self._timeout, self._defer_pp_recv = contract, timeout, defer_pp_recv
         self.conversions = {stage.stage_index: self._converted(stage) for stage in self._stages}
-        self.fp8 = self._fp8_state(fp8)
+        self.fp8 = state_of(self._stages, fp8)
         self.runner: Runner | None = None
         self.set_plan(plan if plan is not None else self._plan(name or self.schedule_name, n_microbatches, w_delay))
 
@@ -116,6 +119,8 @@ class PipelineSchedule(_PipelineSchedule):
             theirs: made, not yet run.
             options: of ours alone (``fp8``, ``contract``, ``plan``, …).
         """
+        if getattr(theirs, "_defer_pp_recv", False):
+            options["defer_pp_recv"] = True
         return cls(
             list(getattr(theirs, "_stages", None) or [theirs._stage]),
             theirs._n_microbatches,
@@ -123,7 +128,7 @@ class PipelineSchedule(_PipelineSchedule):
             theirs._args_chunk_spec,
             theirs._kwargs_chunk_spec,
             theirs._output_merge_spec,
-            scale_grads=theirs.scale_grads,
+            theirs.scale_grads,
             **options,
         )
 
@@ -171,6 +176,7 @@ class PipelineSchedule(_PipelineSchedule):
             fp8=self.fp8,
             mode=self._mode,
             timeout=self._timeout,
+            defer=self._defer_pp_recv,
         )
 
     @property
@@ -178,7 +184,7 @@ class PipelineSchedule(_PipelineSchedule):
         """Compute actions by rank, as torch writes them."""
         return {rank: [str(action) for action in row if action.is_compute] for rank, row in enumerate(self.plan.actions)}
 
-    def _dump_csv(self, filename: str, format: Literal["compute_only", "compute_comms"] = "compute_only") -> None:
+    def _dump_csv(self, filename: str, format: Literal["compute_only", "compute_comms"] = "compute_comms") -> None:
         Path(filename).write_text(torch_csv.write(self.plan, communication=format == "compute_comms"))
 
     def _load_csv(self, filename: str, format: Literal["compute_only", "compute_comms"] = "compute_only") -> None:
@@ -205,16 +211,6 @@ class PipelineSchedule(_PipelineSchedule):
             )
         sharded.check(module, stage.stage_index)
         return split_linears(module)
-
-    def _fp8_state(self, fp8: bool | dict[str, Any]) -> FP8State | None:
-        linears: dict[str, SplitLinear] = {}
-        for stage in self._stages:
-            linears |= fp8_linears(stage.submod, f"stage{stage.stage_index}.")
-        if fp8 is False or not linears:
-            if fp8 is not False:
-                raise UsageError("fp8 is asked for, and no linear of this rank's stages is split")
-            return None
-        return FP8State(linears, **(fp8 if isinstance(fp8, dict) else {}))
 
     def report(self) -> str:
         """What is split and what is not, stage by stage; after a step also what turned out to run whole."""
@@ -327,21 +323,39 @@ class PipelineSchedule(_PipelineSchedule):
         return Batch(arg_mbs, kwarg_mbs, targets, loss_kwargs or {})
 
 
-class ScheduleGPipe(PipelineSchedule):
+class PipelineScheduleSingle(PipelineSchedule):
+    """One stage on each rank. By position it takes what torch's schedules of one stage take, ``stage`` first."""
+
+    def __init__(
+        self,
+        stage: Any,
+        n_microbatches: int,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        **ours: Any,
+    ) -> None:
+        specs = args_chunk_spec, kwargs_chunk_spec, output_merge_spec
+        super().__init__(stage, n_microbatches, loss_fn, *specs, scale_grads, **ours)
+
+
+class ScheduleGPipe(PipelineScheduleSingle):
     schedule_name = "gpipe"
 
 
-class Schedule1F1B(PipelineSchedule):
+class Schedule1F1B(PipelineScheduleSingle):
     schedule_name = "1f1b"
 
 
-class ScheduleZBH1(PipelineSchedule):
+class ScheduleZBH1(PipelineScheduleSingle):
     """Zero Bubble H1 (Qi et al. 2023); torch has it as InterleavedZeroBubble with one stage per rank."""
 
     schedule_name = "zb-h1"
 
 
-class ScheduleZBH2(PipelineSchedule):
+class ScheduleZBH2(PipelineScheduleSingle):
     schedule_name = "zb-h2"
 
 

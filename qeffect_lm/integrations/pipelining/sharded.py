@@ -74,8 +74,3 @@ def whole(weight: torch.Tensor) -> torch.Tensor:
     if isinstance(weight, DTensor):
         return weight.to_local() if weight.device_mesh.size() == 1 else weight.full_tensor()
     return weight
-
-
-def storage(weight: torch.Tensor) -> torch.Tensor:
-    """The tensor of a weight that its optimizer writes."""
-    return weight._local_tensor if isinstance(weight, DTensor) else weight
