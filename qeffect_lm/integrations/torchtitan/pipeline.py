@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +67,16 @@ def schedule_class(name: str) -> type[PipelineSchedule]:
 
 
 def required(module: str) -> Any:
-    """A module of torchtitan's.
+    """A module of torchtitan's, or one of ours that needs it.
 
     Raises:
         UsageError: it is not installed, or of a version that has no such module.
     """
+    if importlib.util.find_spec("torchtitan") is None:
+        raise UsageError("torchtitan is not installed: pip install 'qeffect-lm[titan]'")
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name == "torchtitan":
-            raise UsageError("torchtitan is not installed: pip install 'qeffect-lm[titan]'") from error
         raise UsageError(
             f"this torchtitan does not fit: {module} needs {error.name}, which is not here (0.3.0 is what this was tried with)"
         ) from error
