@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from checkpoint.fileops import FileOps, write_file
 from checkpoint.layout import CheckpointError, checkpoint_dirs, describe, step_name, step_of
 from checkpoint.manifest import library_versions
 from qeffect_lm.errors import shown
@@ -96,7 +97,7 @@ def write_record(root: Path, record: StepRecord) -> Path:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps({"format": FORMAT, **asdict(record)}, indent=1) + "\n")
+        write_file(FileOps(), temporary, (json.dumps({"format": FORMAT, **asdict(record)}, indent=1) + "\n").encode())
         os.replace(temporary, path)
         kept = {directory.name for _, directory in checkpoint_dirs(root)} | {path.stem}
         for other in path.parent.glob("step_*.json"):
@@ -124,7 +125,8 @@ def read_record(checkpoint: Path) -> StepRecord | None:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {describe(error)}") from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged, it is no record of a step: {shown(describe(error))}") from error
+        why = f"it is no record of a step ({shown(describe(error))})"
+        raise CheckpointError(f"{path} is damaged, {why}: remove it, and a resume makes a new one") from error
 
 
 # ---- comparison ------------------------------------------------------------------------------------------------------

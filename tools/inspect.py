@@ -229,7 +229,7 @@ def head(about: dict[str, Any]) -> list[str]:
         say("epochs", f"{epochs}; {timeline['commits']} commits, window {timeline['window']}")
     say("weights", _weights_text(about["weights"]))
     cursor = about["cursor"]
-    say("cursor", ", ".join(f"{key} {_short(value)}" for key, value in cursor.items()) if cursor else None)
+    say("cursor", _cursor_text(cursor) if cursor else None)
     say("wandb", json.dumps(about["wandb"]) if about["wandb"] else None)
     say("branch of", about["branch"])
     groups: dict[str, list[str]] = {}
@@ -256,6 +256,19 @@ def _weights_text(weights: dict[str, Any] | None) -> str | None:
     if weights["stale"]:
         text += f"; STALE: {', '.join(weights['stale'])}"
     return text
+
+
+def _cursor_text(cursor: dict[str, Any]) -> str:
+    """The data cursor; of blends and batches, which change while a run lasts, from which sample on each holds."""
+    said = [f"{key} {_short(value)}" for key, value in cursor.items() if not isinstance(value, (list, dict))]
+    try:
+        for blend in cursor.get("blends", ()):
+            count = len(blend["sources"])
+            said.append(f"{count} source{'s' if count != 1 else ''} from sample {blend['first']} on")
+        said += [f"{size} samples a step from sample {first} on" for first, size in cursor.get("batches", ())]
+    except (KeyError, TypeError, ValueError):  # of another program
+        said += sorted(key for key, value in cursor.items() if isinstance(value, (list, dict)))
+    return ", ".join(said)
 
 
 def _short(value: Any) -> str:

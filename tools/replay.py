@@ -82,12 +82,18 @@ def open_both(path: Path) -> tuple[Checkpoint, StepRecord | None]:
 
 def missing(checkpoint: Checkpoint) -> str:
     """Why there may be no record, and what to do."""
+    from checkpoint.layout import checkpoint_dirs
+    from checkpoint.record import record_path
+
+    recorded = [path for _, path in checkpoint_dirs(checkpoint.path.resolve().parent) if record_path(path).exists()]
+    other = f". {recorded[-1].name} beside it has a record" if recorded else ""
     steps = checkpoint.within("config", "train").get("steps")
     if steps == checkpoint.step:
-        return f"{checkpoint.path} is the end of its run, which has {steps} steps: there is no step after it to run again"
+        end = f"{checkpoint.path} is the end of its run, which has {steps} steps"
+        return f"{end}: there is no step after it to run again{other}"
     return (
         f"{checkpoint.path} has no record of step {checkpoint.step + 1}: the run ended or was killed before it had run that "
-        "step, or has checkpoint.record=false. --record makes one from a resume, to compare later ones with"
+        f"step, or has checkpoint.record=false. --record makes one from a resume, to compare later ones with{other}"
     )
 
 

@@ -3,7 +3,8 @@
     python -m tools.verify DIR [--all] [--json] [--workers N]
 
 DIR is a checkpoint (``step_…``), the folder that holds them, or a run's folder. Of a folder the newest complete checkpoint is
-read, the one that a resume would take; ``--all`` reads every one. What an interrupted save left is listed and does no harm.
+read, the one that a resume would take; ``--all`` reads every one. What an interrupted save left is listed and does no harm. A
+checkpoint that ``latest`` names was complete once: when files of it are missing or have other sizes, it is damaged.
 
 Exit code 0: sound; 1: damaged, with file and tensor; 2: no checkpoint there.
 """
@@ -15,12 +16,13 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from checkpoint import CheckpointError, Found, Problem, open_checkpoint, scan
 from checkpoint.layout import MANIFEST, step_of
+from checkpoint.manifest import read_manifest
 from checkpoint.retention import ATTEMPTS, latest_name, look_at, root_of, temporaries
 from checkpoint.verify import total_bytes, verify
 from qeffect_lm.errors import UsageError
@@ -52,15 +54,16 @@ def _run(arguments: argparse.Namespace) -> int:
     folder = arguments.dir if arguments.dir.name not in ("", "..") else arguments.dir.resolve()
     for _ in range(ATTEMPTS):
         found, root = _look(folder)
+        latest = None if root is None else latest_name(root)
         complete = [one for one in found if one.fault is None]
-        chosen = complete if arguments.all else complete[-1:]
-        verdicts = [verdict for one in chosen if (verdict := check(one.path, arguments.workers)) is not None]
+        chosen = _chosen(found, latest, arguments.all, named=root is None)
+        verdicts = [verdict for one in chosen if (verdict := check(one, arguments.workers)) is not None]
         if verdicts or not chosen:
             break  # else they went while they were read: a run that goes on removes its old ones
     report = {
         "folder": str(folder),
         "newest_complete": str(complete[-1].path) if complete else None,
-        "latest": None if root is None else latest_name(root),
+        "latest": latest,
         "incomplete": [{"path": str(one.path), "fault": one.fault} for one in found if one.fault is not None],
         "left_by_interrupted_saves": [] if root is None else [str(path) for path in temporaries(root)],
         "checkpoints": [asdict(verdict) for verdict in verdicts],
@@ -94,15 +97,37 @@ def _one(path: Path) -> Found:
     return look_at(-1, path)
 
 
-def check(path: Path, workers: int | None) -> Verdict | None:
-    """Read everything of one checkpoint; None where it was removed meanwhile."""
+def _chosen(found: Sequence[Found], latest: str | None, everything: bool, named: bool) -> list[Found]:
+    """What is read: the newest complete one or every one, and what was complete once and is not any more: ``latest`` and a
+    manifest are written when all else is there."""
+
+    def was_complete(one: Found) -> bool:
+        return one.path.name == latest or ((everything or named) and _sealed(one.path))
+
+    complete = [one for one in found if one.fault is None]
+    wanted = complete if everything else complete[-1:]
+    return [one for one in found if one in wanted or (one.fault is not None and not one.unreadable and was_complete(one))]
+
+
+def _sealed(path: Path) -> bool:
+    """Whether the folder holds a sound manifest, and that of its own step."""
     try:
-        verdict = _checked(path, workers)
+        return step_of(path.name) in (None, read_manifest(path).step)
     except CheckpointError:
-        if path.is_dir():
-            raise
-        return None
-    return None if verdict.problems and not path.is_dir() else verdict
+        return False
+
+
+def check(one: Found, workers: int | None) -> Verdict | None:
+    """Read everything of one checkpoint; None where it was removed meanwhile."""
+    began = time.perf_counter()
+    try:
+        verdict = _checked(one.path, workers)
+    except CheckpointError as error:  # its manifest
+        seconds = time.perf_counter() - began
+        verdict = Verdict(str(one.path), one.step, 0, 0, 0, seconds, (Problem(MANIFEST, None, str(error)),))
+    if one.fault is not None and not verdict.problems:
+        verdict = replace(verdict, problems=(Problem(MANIFEST, None, one.fault),))
+    return None if verdict.problems and not one.path.is_dir() else verdict
 
 
 def _checked(path: Path, workers: int | None) -> Verdict:
@@ -123,17 +148,14 @@ def text(report: dict[str, Any], verdicts: Sequence[Verdict], found: Sequence[Fo
     by_path = {verdict.path: verdict for verdict in verdicts}
     for one in found:
         verdict = by_path.get(str(one.path))
-        if one.fault is not None:
+        if verdict is None and one.fault is not None:
             lines.append(f"{one.path.name}  {'UNREADABLE' if one.unreadable else 'INCOMPLETE'}: {one.fault}")
         elif verdict is None and not one.path.is_dir():
             lines.append(f"{one.path.name}  was removed meanwhile")
         elif verdict is None:
             lines.append(f"{one.path.name}  complete (not read; --all reads it)")
         else:
-            gb, seconds = verdict.nbytes / 1e9, max(verdict.seconds, 1e-9)
-            state = "DAMAGED" if verdict.problems else "sound"
-            what = f"step {verdict.step}, {verdict.tensors:,} tensors in {verdict.files} files"
-            lines.append(f"{one.path.name}  {state}: {what}, {gb:.3f} GB read in {seconds:.1f} s ({gb / seconds:.2f} GB/s)")
+            lines.append(f"{one.path.name}  {'DAMAGED' if verdict.problems else 'sound'}: {_what(verdict)}")
             lines += [f"  {problem}" for problem in verdict.problems]
     left = [Path(path).name for path in report["left_by_interrupted_saves"]]
     lines += [f"{name}  left by an interrupted save or removal; no checkpoint" for name in left]
@@ -141,7 +163,17 @@ def text(report: dict[str, Any], verdicts: Sequence[Verdict], found: Sequence[Fo
     lines.append(f"newest complete: {Path(newest).name if newest else 'none'}" + (f"; latest names {latest}" if latest else ""))
     if latest and latest not in {one.path.name for one in found}:
         lines[-1] += ", which is not there"
+    elif latest and any(Path(verdict.path).name == latest and verdict.problems for verdict in verdicts):
+        lines[-1] += ", which is damaged"
     return "\n".join(lines)
+
+
+def _what(verdict: Verdict) -> str:
+    if not verdict.files:
+        return "its manifest cannot be used"
+    gb, seconds = verdict.nbytes / 1e9, max(verdict.seconds, 1e-9)
+    what = f"step {verdict.step}, {verdict.tensors:,} tensors in {verdict.files} files"
+    return f"{what}, {gb:.3f} GB read in {seconds:.1f} s ({gb / seconds:.2f} GB/s)"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -143,6 +143,8 @@ class Saver:
         record = {"event": event.what, "step": event.step, "seconds": event.seconds, "bytes": event.nbytes, "time": time.time()}
         if event.text is not None:
             record["text"] = event.text
+        if event.other is not None:
+            record["other"] = event.other
         self.say(str(event))
         with self._lock:
             append_line(Path(self._config.run.dir) / EVENTS, json.dumps(record))

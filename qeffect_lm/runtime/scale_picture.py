@@ -105,7 +105,11 @@ def _edges(layers: Sequence[str]) -> list[float]:
 
 
 def _bar(figure: Any, image: Any, axes: Any, label: str, orientation: str) -> None:
-    bar = figure.colorbar(image, cax=axes, orientation=orientation)
+    from matplotlib.ticker import MaxNLocator
+
+    beside = orientation == "horizontal"  # where more numbers would overlap
+    ticks = MaxNLocator(5, steps=[1, 2, 5, 10]) if beside else None
+    bar = figure.colorbar(image, cax=axes, orientation=orientation, ticks=ticks)
     bar.set_label(label, color=INK, fontsize=7.5, labelpad=2)
     bar.ax.tick_params(labelsize=7, colors=INK, length=2)
     bar.outline.set_visible(False)

@@ -208,7 +208,7 @@ def test_without_a_record(folder, tmp_path, here, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["{run}/checkpoints/step_00000007"], "is the end of its run, which has 7 steps"),
+        (["{run}/checkpoints/step_00000007"], "to run again. step_00000006 beside it has a record"),
         (["{run}/checkpoints/step_00000007", "--record"], "is the end of its run, which has 7 steps: there is no step"),
         (["{run}/checkpoints/step_00000003"], "is not a complete checkpoint"),
         (["{run}/checkpoints/step_00000002", "--runs", "0"], "--runs 0: at least one"),

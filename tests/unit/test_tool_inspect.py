@@ -114,6 +114,10 @@ def test_the_tool_on_a_run(tmp_path, capsys):
     weights = {"versions": VERSIONS, "cache_version": {"a.weight": 6}, "cache_epoch": {"a.weight": 10}}
     old = saved(tmp_path / "old", timeline, contract={"timeline": timeline.state(), "weights": weights})
     assert "STALE: a.weight" in run(capsys, old)[1]
+    cursor: dict[str, Any] = {"next_sample": 96, "blends": [{"first": 0, "sources": [{}, {}]}], "batches": [[0, 8], [64, 16]]}
+    out = run(capsys, saved(tmp_path / "cursor", timeline, data=cursor))[1]
+    assert "next_sample 96, 2 sources from sample 0 on, 8 samples a step from sample 0 on, 16 samples a step from s" in out
+    assert "cursor     x 1, blends 5\n" in run(capsys, saved(tmp_path / "foreign", timeline, data={"x": 1, "blends": 5}))[1]
 
 
 def test_a_checkpoint_of_something_else(tmp_path, capsys):

@@ -102,6 +102,37 @@ def test_damage_has_exit_code_1_and_a_name(tmp_path, capsys):
     assert code == 1 and "INCOMPLETE" in out and "newest complete: none" in out
 
 
+def test_what_was_complete_once_is_damaged(tmp_path, capsys):
+    """A file of the checkpoint that ``latest`` names is cut, gone, or its manifest edited: exit code 1, with file and tensor,
+    though an older one is whole. So is an older one, with ``--all`` or named itself; else it is listed (C10)."""
+    model_checkpoint(tmp_path, 3)
+    path = model_checkpoint(tmp_path, 20)
+    shard, manifest = next(path.glob("*.safetensors")), path / "manifest.json"
+    content, sealed = shard.read_bytes(), manifest.read_bytes()
+
+    def damaged(said: str, *arguments: str) -> None:
+        code, out, _ = run(capsys, tmp_path, *arguments)
+        assert code == 1 and "step_00000020  DAMAGED" in out and said in out and "step_00000003  sound" in out
+
+    shard.write_bytes(content[:-1])
+    damaged(f"{shard.name}: tensor ")
+    assert "newest complete: step_00000003; latest names step_00000020, which is damaged" in run(capsys, tmp_path)[1]
+    shard.unlink()
+    damaged("the file is missing")
+    shard.write_bytes(content)
+    manifest.write_bytes(sealed.replace(b'"step": 20', b'"step": 21'))
+    damaged("damaged or was edited")
+    manifest.write_bytes(sealed)
+    assert run(capsys, tmp_path)[0] == 0
+
+    older = next((tmp_path / "step_00000003").glob("*.safetensors"))
+    older.write_bytes(content + b"x")
+    assert run(capsys, tmp_path)[0] == 0  # a resume takes a sound one
+    for arguments in ([tmp_path, "--all"], [older.parent]):
+        code, out, _ = run(capsys, *arguments)
+        assert code == 1 and "step_00000003  DAMAGED" in out and f"{older.name}: tensor " in out
+
+
 @pytest.mark.parametrize("what", ["absent", "shape", "foreign"])
 def test_the_manifest_against_its_configuration(tmp_path, capsys, what):
     """A parameter that the model lacks, one of another shape, one that it does not know: named."""
