@@ -121,8 +121,15 @@ class Stopped:
 
 @pytest.mark.parametrize("how", ["SIGTERM", "an error in a step"])
 def test_what_is_being_written_is_finished_before_the_run_ends(folder: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """Also when another error ends the run. With a disk on which a write takes a while."""
-    disk(monkeypatch, 2, lambda: time.sleep(0.3))
+    """Also when another error ends the run. With a disk on which a write takes a while; the save at the end waits for it."""
+    name = how.replace(" ", "-")
+
+    def slow() -> None:
+        until = time.monotonic() + (20 if how == "SIGTERM" else 0.3)
+        while time.monotonic() < until and "waiting" not in {one["event"] for one in events_of(folder, name)}:
+            time.sleep(0.01)
+
+    disk(monkeypatch, 2, slow)
     signals = Stopped()
     step, said = Run.next_batch, []
 
@@ -135,11 +142,11 @@ def test_what_is_being_written_is_finished_before_the_run_ends(folder: Path, mon
         return step(self)
 
     monkeypatch.setattr(Run, "next_batch", third)
-    name = how.replace(" ", "-")
     config = load_config(folder / "tiny.yaml", overrides(folder, name, ASYNC))
     if how == "SIGTERM":
         assert train_run(config, LaunchEnv.from_mapping({}), said.append, signals) == 0  # type: ignore[arg-type]
         assert "stopped by SIGTERM at step 3 of 6, saved" in said[-1]
+        assert [(one["step"], one["other"]) for one in events_of(folder, name) if one["event"] == "waiting"] == [(3, 2)]
     else:
         with pytest.raises(ValueError, match="step 3 broke"):
             train_run(config, LaunchEnv.from_mapping({}), said.append, signals)  # type: ignore[arg-type]
