@@ -1,4 +1,4 @@
-# make venv | demo | demo-gpu | test | test-long | lint | bench | clean      (make help says what each does)
+# make venv | demo | demo-gpu | test | test-long | lint | docs | bench | clean      (make help says what each does)
 #
 #   PYTHON=python3.12   the interpreter that makes .venv (3.11 or later)
 #   SYSTEM_TORCH=1      keep the torch that this interpreter already has (a CUDA build, say); .venv remembers it
@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install -qq -c .venv/constraints.txt
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-gpu test test-long test-titan lint bench clean
+.PHONY: help venv demo demo-gpu test test-long test-titan lint docs bench clean
 
 help:
 	@echo 'make venv       make .venv and install everything into it (repeated only when the versions change)'
@@ -26,6 +26,7 @@ help:
 	@echo 'make test-long  the tests that take minutes each'
 	@echo 'make test-titan TorchTitan, into .titan, and the tests that run its trainer'
 	@echo 'make lint       ruff and mypy'
+	@echo 'make docs       the documentation as a site, in site/ (open site/index.html)'
 	@echo 'make bench      what the contract costs, measured'
 	@echo 'make clean      remove caches and build output (.venv and runs stay)'
 
@@ -53,7 +54,7 @@ endif
 	@if [ -e .venv/own-torch ]; then grep -Ev '^(torch|triton)==' constraints.txt; else cat constraints.txt; fi > .venv/constraints.txt
 	@echo 'installing into .venv (minutes the first time)'
 	$(PIP) setuptools
-	$(PIP) --no-build-isolation -e '.[wandb,plot,test]'
+	$(PIP) --no-build-isolation -e '.[wandb,plot,test,docs]'
 	@touch $@
 
 demo: venv
@@ -85,9 +86,12 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: venv
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: venv
 	$(BIN)/python -m tools.bench contract
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
