@@ -332,7 +332,7 @@ def _difference(before: Segment, now: Segment, names: list[str]) -> str:
         return ", ".join(f"{name} x {weight}" for name, weight in zip(called, segment.weights, strict=True))
 
     known = dict(zip(now.sources, names, strict=True))
-    return f"saved {told(before, [known.get(sha, sha[:12]) for sha in before.sources])}; now {told(now, names)}"
+    return f"saved {told(before, [known.get(sha, shown(sha[:12])) for sha in before.sources])}; now {told(now, names)}"
 
 
 def sequential_batches(samples: Samples, microbatch_size: int, count: int) -> StepBatch:

@@ -104,7 +104,7 @@ def place(trace: list[Operation], wanted: Callable[[Operation], bool]) -> int:
 
 def dies_and_goes_on(folder: Path, trace: list[Operation], at: int, *more: str) -> None:
     """One process, killed before operation ``at``, started again."""
-    name = f"dies-{at}-{len(more)}"
+    name = f"dies-{at}-{len(more)}-{len(list(folder.iterdir()))}"  # another test's may have died at the same place
     codes, output = launch(folder, name, 1, 0, at, *more)
     assert codes == [-signal.SIGKILL], output
     renamed = place(trace, lambda one: one.target is not None and one.target.name == step_name(SAVE))

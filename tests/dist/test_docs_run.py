@@ -176,7 +176,7 @@ def test_page(world: World, page: str, names: dict[str, str]) -> None:
 
 
 def test_data(world: World) -> None:
-    texts = [f"text {n}: " + "some words of it " * (n % 7 + 1) for n in range(60)]
+    texts = [f"text {n}: " + "some words of it " * (n % 7 + 1) for n in range(600)]
     world.write("a.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts))
     packed = zstandard.ZstdCompressor().compress((world.root / "a.jsonl").read_bytes())
     (world.root / "b.jsonl.zst").write_bytes(packed)
