@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -14,26 +13,11 @@ import pytest
 import torch
 
 from tests.helpers import run_distributed
+from tools.benchmarks.titan import assets, own_pipeline
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="needs torchtitan")
 
 SEQUENCE, MICROBATCHES = 16, 4
-
-
-def assets(folder: Path) -> None:
-    """A byte-level tokenizer and a small corpus, as TorchTitan reads them."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    (folder / "tokenizer").mkdir()
-    (folder / "data").mkdir()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([*alphabet, "<s>", "</s>"])}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    tokenizer.save(str(folder / "tokenizer/tokenizer.json"))
-    (folder / "tokenizer/tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
-    lines = [json.dumps({"text": f"{n} times {n} is {n * n}, and {n} and {n} are {2 * n}. " * 3}) for n in range(200)]
-    (folder / "data/train.jsonl").write_text("\n".join(lines))
 
 
 def _train(rank: int, world: int, folder: str, runs: list[dict[str, Any]]) -> list[Any]:
@@ -64,7 +48,7 @@ def _train(rank: int, world: int, folder: str, runs: list[dict[str, Any]]) -> li
 def _one(config: Any, run: dict[str, Any]) -> dict[str, Any]:
     from qeffect_lm.integrations.torchtitan.pipeline import pipeline_llm
 
-    fn = theirs if run.get("theirs") else functools.partial(pipeline_llm, fp8=run.get("fp8", False))
+    fn = own_pipeline if run.get("theirs") else functools.partial(pipeline_llm, fp8=run.get("fp8", False))
     config.model_spec.pipelining_fn = fn
     config.loss.num_chunks = 2
     trainer = config.build()
@@ -104,24 +88,6 @@ def same_everywhere(name: str, parameter: torch.Tensor) -> None:
     mine.copy_(torch.ones_like(mine) if mine.dim() == 1 else torch.randn(mine.shape, generator=draw) * 0.1)
 
 
-def theirs(model: Any, **given: Any) -> Any:
-    """TorchTitan's own pipeline over torch's schedule; where that takes no lists of microbatches yet (torch 2.13), it is given
-    them where it makes them."""
-    from torchtitan.distributed.pipeline_parallel import pipeline_llm
-
-    schedule, *rest = pipeline_llm(model, **given)
-
-    def step(*, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, losses: Any, loss_kwargs: Any, return_outputs: bool) -> None:
-        stages = getattr(schedule, "_stages", None) or [schedule._stage]
-        for stage in stages:
-            stage.has_backward = True
-            stage.clear_runtime_states()
-        schedule._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
-
-    schedule.step = step
-    return schedule, *rest
-
-
 def joined(ranks: list[list[Any]], number: int) -> tuple[list[float], dict[str, torch.Tensor], dict[str, bytes]]:
     one, two = (rank[number] for rank in ranks)
     return one["losses"] + two["losses"], one["parameters"] | two["parameters"], (one["state"] or {}) | (two["state"] or {})
@@ -149,12 +115,13 @@ def check(folder: Path, steps: int) -> None:
         {"name": "ours", "steps": steps, "options": [f"{SCHEDULE}1F1B"]},
         *([{"name": "zbh1", "steps": steps, "options": [f"{SCHEDULE}ZBH1"]}] if steps >= 20 else []),
         {"name": "theirs", "steps": steps, "options": [f"{SCHEDULE}1F1B"], "theirs": True},
+        {"name": "unsaved", "steps": steps + 2, "until": 1, "fp8": True},
         {"name": "fp8", "steps": steps + 2, "fp8": True, "options": saved},
         {"name": "part", "steps": steps + 2, "until": steps, "fp8": True, "options": saved},
         {"name": "part", "steps": steps + 2, "fp8": True, "options": saved},
     ]
     ranks = run_distributed(_train, 2, str(folder), runs, timeout=900)
-    zbv, *same_bits, own, whole, part, resumed = (joined(ranks, number) for number in range(len(runs)))
+    zbv, *same_bits, own, unsaved, whole, part, resumed = (joined(ranks, number) for number in range(len(runs)))
     assert len(own[0]) == steps and own[0][-1] != own[0][0]
     for other in same_bits:
         assert other[0] == zbv[0] and differing(other[1], zbv[1]) == []
@@ -163,8 +130,8 @@ def check(folder: Path, steps: int) -> None:
         torch.testing.assert_close(zbv[1][name], parameter, rtol=0, atol=8e-4 * steps / 4)
     assert whole[0] == part[0] + resumed[0] and len(part[0]) == steps and differing(whole[1], resumed[1]) == []
     assert whole[2] == resumed[2] and len(whole[2]) > 100
+    assert unsaved[0] == whole[0][:1]
     near = min(steps, 4)  # then two runs of different roundings drift apart
-    print("fp8 and float32:", [f"{one / other - 1:.4f}" for one, other in zip(whole[0], zbv[0], strict=False)])
     assert whole[0][0] != zbv[0][0] and whole[0][:near] == pytest.approx(zbv[0][:near], rel=0.05)
     report = ranks[0][0]["report"]
     assert "linears are split: layers.0" in report and "tok_embeddings.weight" in report and "ran whole" not in report

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from torch import nn
@@ -17,6 +16,7 @@ from qeffect_lm.errors import UsageError
 from qeffect_lm.integrations import pipelining
 from qeffect_lm.integrations.torchtitan import config_registry
 from qeffect_lm.integrations.torchtitan.pipeline import OWN, pipeline_llm, required, schedule_class
+from qeffect_lm.integrations.torchtitan.train import launch
 
 CONFIGS = {
     name: make for name, make in vars(config_registry).items() if inspect.isfunction(make) and name.startswith("llama3_")
@@ -45,15 +45,15 @@ def test_names_of_schedules_are_torchs(name):
     assert issubclass(kind, pipelining.PipelineScheduleSingle) == issubclass(theirs, torchs.PipelineScheduleSingle)
 
 
-def test_a_schedule_that_is_not_ours(without):
-    given = {"parallelism": SimpleNamespace(pipeline_parallel_schedule="LoopedBFS")}
+def test_a_schedule_that_is_not_ours():
     with pytest.raises(UsageError, match="pipeline_parallel_schedule is LoopedBFS; ours are 1F1B, GPipe, .*ZBH2"):
-        pipeline_llm(nn.Identity(), **given)
+        schedule_class("LoopedBFS")
 
 
 def test_every_configuration_says_that_torchtitan_is_missing(without):
     assert set(re.findall(r"^\| `(llama3_\w+)`", DOCS.read_text(), re.M)) == CONFIGS.keys() and len(CONFIGS) == 4
-    for make in (*CONFIGS.values(), lambda: required("torchtitan.trainer")):
+    more = (lambda: required("torchtitan.trainer"), launch, lambda: pipeline_llm(nn.Identity(), parallelism=None))
+    for make in (*CONFIGS.values(), *more):
         with pytest.raises(UsageError, match=r"torchtitan is not installed: pip install 'qeffect-lm\[titan\]'"):
             make()
 
@@ -75,3 +75,57 @@ def test_the_module_of_its_launcher_is_read_without_it():
     """``--module`` is imported first, before the configuration is asked for."""
     code = "import sys; sys.modules['torchtitan'] = None; import qeffect_lm.integrations.torchtitan.config_registry"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def fake(tmp_path: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = tmp_path / "torchtitan" / name
+        for folder in [path.parent, *path.parent.parents]:
+            if folder == tmp_path:
+                break
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "__init__.py").touch()
+        path.write_text(text)
+
+
+PARALLELISM = """
+from dataclasses import dataclass
+
+@dataclass
+class Parallelism:
+    pipeline_parallel_schedule: str
+    pipeline_parallel_schedule_csv: str = ""
+
+@dataclass
+class JobConfig:
+    parallelism: Parallelism
+"""
+OLD = """
+def pipeline_llm(model, parallel_dims, job_config, device, model_args, parallelize_fn, loss_fn):
+    raise SystemExit(job_config)
+"""
+NEW = """
+def pipeline_llm(model, *, parallel_dims, parallelism, loss_fn):
+    raise SystemExit(parallelism)
+"""
+
+
+@pytest.mark.parametrize("form", ["0.2", "0.3"])
+def test_both_forms_of_what_the_trainer_hands_over(form, tmp_path, monkeypatch, request):
+    """By position with a ``job_config``, and by name: theirs is told a schedule that it knows, and keeps the output whole."""
+    request.getfixturevalue("without")
+    monkeypatch.delitem(sys.modules, "torchtitan")
+    fake(tmp_path, {"distributed/pipeline_parallel.py": OLD if form == "0.2" else NEW, "config.py": PARALLELISM})
+    monkeypatch.syspath_prepend(tmp_path)
+    config = required("torchtitan.config")
+    parallelism = config.Parallelism("ZBH1")
+    head = "output" if form == "0.2" else "lm_head"
+    model = nn.ModuleDict({"layer": nn.Linear(2, 2), head: nn.Linear(2, 2)})
+    with pytest.raises(SystemExit) as told:
+        if form == "0.2":
+            pipeline_llm(model, None, config.JobConfig(parallelism), None, None, None, None)
+        else:
+            pipeline_llm(model, parallel_dims=None, parallelism=parallelism, loss_fn=None)
+    given = told.value.code.parallelism if form == "0.2" else told.value.code
+    assert given.pipeline_parallel_schedule == "1F1B" and parallelism.pipeline_parallel_schedule == "ZBH1"
+    assert isinstance(model["layer"], pipelining.SplitLinear) and type(model[head]) is nn.Linear

@@ -198,6 +198,47 @@ def training(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def titan(arguments: argparse.Namespace) -> int:
+    """TorchTitan's trainer with torch's schedules and ours, one after the other; rank 0 prints."""
+    check_steps(arguments)
+    from qeffect_lm.integrations.torchtitan.pipeline import required
+
+    required("torchtitan")
+    os.environ.setdefault("LOCAL_RANK", "0")
+    import torch
+
+    from qeffect_lm.runtime.launch import LaunchEnv, init_process_group
+    from tools.benchmarks import titan as benchmark
+
+    cuda = arguments.device == "cuda"
+    if cuda and not torch.cuda.is_available():
+        raise UsageError("--device cuda, and torch sees no GPU here: --device cpu tries it out, and its times say nothing")
+    (microbatches,) = integers("--microbatches", arguments.microbatches)
+    (seq_len,) = integers("--seq-len", arguments.seq_len)
+    env = LaunchEnv.from_mapping(os.environ)
+    device = torch.device("cuda", env.local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if env.world > 1:
+        init_process_group(env, "cpu:gloo,cuda:nccl" if cuda else "gloo", 300.0)
+    else:
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    name = f"{env.world} x {torch.cuda.get_device_name() if cuda else 'CPU'}"
+    report: dict[str, Any] = {**header(arguments, name), "rows": []}
+    with tempfile.TemporaryDirectory() as folder:
+        setting = benchmark.Setting(Path(folder) / "titan", microbatches, seq_len, arguments.model, device, arguments.recompute)
+        report["torchtitan"] = benchmark.begin(setting)
+        for schedule in arguments.schedules.split(","):
+            for ours, fp8 in ((False, False), (True, False), *([(True, True)] if arguments.fp8 else [])):
+                report["rows"].append(benchmark.measure(setting, schedule, arguments.steps, ours=ours, fp8=fp8))
+    if env.rank == 0:
+        say(f"torchtitan {report['torchtitan']}, torch {torch.__version__}, {name}\n{benchmark.table(report['rows'])}")
+        write(report, arguments.json)
+    torch.distributed.destroy_process_group()
+    return 0
+
+
 def cases(arguments: argparse.Namespace) -> list[Any]:
     """Every size with every schedule and number of microbatches."""
     from tools.benchmarks.training import Case
@@ -284,6 +325,23 @@ COMMANDS = (
             **listed("--microbatches", "8", "of a step"),
             **steps(20),
             **OVERRIDES,
+        },
+    ),
+    Command(
+        "titan",
+        "TorchTitan's trainer with torch's schedules and with ours",
+        "Tokens/s and peak memory of its Llama 3 models: torchrun --nproc-per-node 2 -m tools.bench titan --schedules "
+        "1F1B,ZBVZeroBubble. One process is a pipeline of one rank.",
+        titan,
+        {
+            "--device": {"choices": ["cuda", "cpu"], "default": "cuda", "help": "cpu only tries it out (default: cuda)"},
+            "--model": {"default": "debugmodel", "metavar": "NAME", "help": "of TorchTitan's Llama 3 (default: debugmodel)"},
+            **listed("--schedules", "1F1B", "as TorchTitan names them"),
+            "--microbatches": {"default": "8", "metavar": "N", "help": "of a step, one sequence each (default: 8)"},
+            "--seq-len": {"default": "2048", "metavar": "N", "help": "tokens of a sequence (default: 2048)"},
+            "--fp8": {"action": "store_true", "help": "ours with FP8 linears, too"},
+            "--recompute": {"action": "store_true", "help": "activations as TorchTitan's configuration has it, not kept"},
+            **steps(20, "timed steps"),
         },
     ),
 )

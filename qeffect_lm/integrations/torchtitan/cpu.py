@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from qeffect_lm.integrations.torchtitan.pipeline import required
+from qeffect_lm.integrations.torchtitan.train import launch
 
 
 class _Module:
@@ -51,8 +52,10 @@ class _Module:
 def on_cpu() -> None:
     """Make TorchTitan run on the CPU; before anything of it but its utilities is imported."""
     utils = required("torchtitan.tools.utils")
-    utils.device_type, utils.device_module = "cpu", _Module()
     utils.get_local_device = lambda: torch.device("cpu")
+    for name, module in list(sys.modules.items()):  # in 0.2 its package imports some that have copied it from there
+        if name.partition(".")[0] == "torchtitan" and hasattr(module, "device_type"):
+            module.device_type, module.device_module = "cpu", _Module()  # type: ignore[attr-defined]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -60,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
     on_cpu()
     if argv is not None:
         sys.argv[1:] = argv
-    required("torchtitan.train").main()
+    launch()
 
 
 if __name__ == "__main__":

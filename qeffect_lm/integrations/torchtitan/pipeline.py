@@ -1,4 +1,5 @@
-"""What a ``ModelSpec`` of TorchTitan takes as its ``pipelining_fn``: stages as it makes them, our schedule over them.
+"""What a ``ModelSpec`` of TorchTitan (0.3), or a ``TrainSpec`` (0.2), takes as its ``pipelining_fn``: stages as it makes them,
+our schedule over them.
 
     spec.pipelining_fn = functools.partial(pipeline_llm, fp8=True)
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +23,36 @@ from qeffect_lm.integrations.pipelining.convert import split_linears
 from qeffect_lm.integrations.pipelining.schedules import BY_TORCH_NAME, PipelineSchedule
 
 OWN = {"zbh1": "1F1B", "zbh2": "1F1B"}  # ours, and whose placement of stages they share
+HEADS = ("lm_head", "output")  # the output projection's names in 0.3 and 0.2
 
 
-def pipeline_llm(model: torch.nn.Module, *, fp8: bool | dict[str, Any] = False, contract: str = "enforce", **given: Any) -> Any:
+def pipeline_llm(
+    model: torch.nn.Module, *args: Any, fp8: bool | dict[str, Any] = False, contract: str = "enforce", **kwargs: Any
+) -> Any:
     """TorchTitan's ``pipeline_llm``, with our schedule.
 
     Args:
         fp8: linears of the stages multiply in FP8 (True, or options of
             :class:`~qeffect_lm.integrations.pipelining.fp8.FP8State`); the output projection stays as it is.
-        given: what TorchTitan's trainer passes (model, ``parallelism``, ``parallelize_fn``, ``loss_fn``, …).
+        args, kwargs: what TorchTitan's trainer passes: ``parallelism``, ``loss_fn``, … by name, or in 0.2 by
+            position, with a ``job_config`` that has ``parallelism``.
 
     Returns: schedule, model parts, whether the first and the last stage are here.
 
     Raises:
         UsageError: no torchtitan, or a schedule that is neither torch's nor ours.
     """
-    parallelism = given["parallelism"]
+    theirs = required("torchtitan.distributed.pipeline_parallel").pipeline_llm
+    given = inspect.signature(theirs).bind(model, *args, **kwargs).arguments
+    job = given.get("job_config")
+    parallelism = given["parallelism"] if job is None else job.parallelism
     name = parallelism.pipeline_parallel_schedule
     kind = schedule_class(name)
     if name.lower() in OWN:
-        given["parallelism"] = dataclasses.replace(parallelism, pipeline_parallel_schedule=OWN[name.lower()])
-    theirs = required("torchtitan.distributed.pipeline_parallel")
-    split_linears(model, only=lambda path, _: not path.startswith("lm_head"))  # before TorchTitan wraps their forward
-    schedule, parts, first, last = theirs.pipeline_llm(model, **given)
+        other = dataclasses.replace(parallelism, pipeline_parallel_schedule=OWN[name.lower()])
+        given |= {"parallelism": other} if job is None else {"job_config": dataclasses.replace(job, parallelism=other)}
+    split_linears(model, only=lambda path, _: path.partition(".")[0] not in HEADS)  # before TorchTitan wraps their forward
+    schedule, parts, first, last = theirs(**given)
     ours = kind.in_place_of(schedule, fp8=fp8, contract=contract)
     if parallelism.pipeline_parallel_schedule_csv:
         file = Path(parallelism.pipeline_parallel_schedule_csv)

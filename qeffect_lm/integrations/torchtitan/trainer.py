@@ -19,7 +19,8 @@ def _set_timeout(timeout: timedelta, group: Any = None) -> None:
 if not hasattr(dist, "set_timeout"):  # torchtitan 0.3.0 wants torch 2.14's name of it; 2.13 has it under a private one
     dist.set_timeout = _set_timeout  # type: ignore[attr-defined]
 
-Titan = required("torchtitan.trainer").Trainer
+BY_CONFIG = hasattr(required("torchtitan.config"), "Configurable")  # a Config makes its trainer (0.3), or is given to it (0.2)
+Titan = required("torchtitan.trainer" if BY_CONFIG else "torchtitan.train").Trainer
 
 
 class Trainer(Titan):  # type: ignore[misc,valid-type]
@@ -29,12 +30,15 @@ class Trainer(Titan):  # type: ignore[misc,valid-type]
     (:class:`~qeffect_lm.contract.errors.StaleWeightError`).
     """
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Titan.Config):  # type: ignore[misc,name-defined]
-        pass
+    if BY_CONFIG:
 
-    def __init__(self, config: Config) -> None:
+        @dataclass(kw_only=True, slots=True)
+        class Config(Titan.Config):  # type: ignore[misc,name-defined]
+            pass
+
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         state = getattr(getattr(self, "pp_schedule", None), "fp8", None)
-        if state is not None:
-            self.checkpointer.states["qeffect"] = state
+        states = getattr(self.checkpointer, "states", None)  # None where checkpoints are off
+        if state is not None and states is not None:
+            states["qeffect"] = state
