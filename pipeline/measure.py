@@ -75,6 +75,11 @@ class StepWatch:
         """Seconds of all work."""
         return sum(_seconds(begin, end) for _, begin, end in self.marks)
 
+    def work(self) -> list[float]:
+        """Begin and end of each piece of work in turn, in milliseconds from the first F's begin."""
+        first = self.marks[0][1]
+        return [1000 * _seconds(first, mark) for _, begin, end in self.marks for mark in (begin, end)]
+
     def times(self) -> dict[tuple[Kind, int], list[float]]:
         """(kind, chunk) → seconds of each piece of its work, in order."""
         found: dict[tuple[Kind, int], list[float]] = {}
@@ -166,7 +171,7 @@ class Meter:
     """
 
     def __init__(self, engine: Engine, known: Known, t_comm: float = 0.0) -> None:
-        self._engine, self._t_comm = engine, t_comm
+        self._engine, self.t_comm = engine, t_comm
         self._device = engine.divisor.device
         self.sizes = Sizes(known)
         self._slots = sum(size * len(engine.stages[chunk].slots) for chunk, size in self.slot_bytes().items())
@@ -219,7 +224,7 @@ class Meter:
         counts = rows[:, 2:6].to(torch.int64).t().tolist()
         bubbles = {
             "bubble": (max(span) - max(busy)) / max(span),
-            "bubble_predicted": simulate(plan, t_f, t_i, t_w, self._t_comm).bubble,
+            "bubble_predicted": simulate(plan, t_f, t_i, t_w, self.t_comm).bubble,
             "bubble_per_rank": [(a - b) / a for a, b in zip(span, busy, strict=True)],
         }
         if whole:  # one pool for everything: what a microbatch holds in it cannot be told apart

@@ -480,7 +480,7 @@ class CheckpointConfig(Section):
 
 
 class LoggingConfig(Section):
-    """metrics and progress"""
+    """metrics, progress, warnings"""
 
     wandb: Literal["disabled", "offline", "online"] = _key(
         "disabled", "Weights & Biases; needs the extra wandb.", on_resume="free"
@@ -490,6 +490,62 @@ class LoggingConfig(Section):
     wandb_group: str | None = _key(None, "wandb group; null: none.", on_resume="free")
     progress: Literal["auto", "bar", "plain", "off"] = _key(
         "auto", "Progress on the terminal; auto: bar on a terminal, else plain lines.", on_resume="free"
+    )
+    watch_every: int = _key(
+        10,
+        "Look at FP8 histories and at each rank's own time this often; 0: never. Told with the next logged step.",
+        on_resume="free",
+        unit="optimizer steps",
+        ge=0,
+    )
+    scales_every: int = _key(
+        50,
+        "Write every FP8 tensor's amax, scale and saturated windows to scales.jsonl this often, at steps of watch_every; "
+        "0: never.",
+        on_resume="free",
+        unit="optimizer steps",
+        ge=0,
+    )
+    timeline_every: int = _key(
+        100,
+        "Write when each F, I and W of a logged step began and ended to timelines.jsonl this often, and of the first; "
+        "0: never.",
+        on_resume="free",
+        unit="optimizer steps",
+        ge=0,
+    )
+    warn_every: int = _key(
+        100, "At most one warning of a kind in this many steps.", on_resume="free", unit="optimizer steps", ge=1
+    )
+    warn_saturation: float | None = _key(
+        0.75,
+        "Warn where an FP8 tensor's amax x scale lies beyond the format's largest value in more than this share of its "
+        "windows; null: never.",
+        on_resume="free",
+        unit="share of windows",
+        ge=0,
+        le=1,
+    )
+    warn_amax_jump: float | None = _key(
+        16.0,
+        "Warn where an amax is more than this many times the largest of the history before it; null: never.",
+        on_resume="free",
+        gt=0,
+    )
+    warn_straggler: float | None = _key(
+        1.5,
+        "Warn where a rank's own time in a step is more than this many times that of the other replicas of its stage (without "
+        "replicas: of the other stages), and at least 5 % of the step is lost; null: never.",
+        on_resume="free",
+        gt=1,
+    )
+    warn_spike: float | None = _key(
+        6.0,
+        "Warn where loss or gradient norm of a logged step lies this many standard deviations above its running mean (of "
+        "logarithms); null: never.",
+        on_resume="free",
+        unit="standard deviations",
+        gt=0,
     )
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from checkpoint import Checkpoint, CheckpointError, GroupCommunicator, SingleProcess
 from checkpoint.comm import Communicator
 from checkpoint.saved_run import check_saved_run
-from pipeline.measure import Meter, latency
+from pipeline.measure import Meter, StepWatch, latency
 from qeffect_lm import __version__
 from qeffect_lm.app.assemble import Assembly, assemble, check_supported, device_of
 from qeffect_lm.app.auto_plan import agree_on_plan, choose_plan
@@ -29,6 +29,7 @@ from qeffect_lm.app.resuming import branch_of, check_config, find_checkpoint, pl
 from qeffect_lm.app.saving import Saver
 from qeffect_lm.app.sources import check_tokenizer, held_out_batch, make_loader
 from qeffect_lm.app.starting import companions_of, open_start, start_from
+from qeffect_lm.app.watching import Watcher
 from qeffect_lm.config import Config
 from qeffect_lm.contract.timeline import Direction
 from qeffect_lm.data.loader import StepBatch, StepLoader
@@ -65,6 +66,9 @@ class Run:
     wandb: WandbLogger | None = None
     meter: Meter | None = None
     batch: StepBatch | None = None  # the step's that runs
+    waited: float = 0.0  # seconds for that batch
+    done: int = 0  # the last step that ran in this process
+    watcher: Watcher | None = None  # once the run is about to begin
     recorder: Recorder = field(init=False)
     saver: Saver = field(init=False)  # once the run is about to begin
 
@@ -79,7 +83,9 @@ class Run:
     # ---- what the loop drives ---------------------------------------------------------------------------------
 
     def next_batch(self) -> StepBatch:
+        began = time.monotonic()
         self.batch = self.loader.next_step()
+        self.waited = time.monotonic() - began
         return self.batch
 
     def evaluate(self) -> float | None:
@@ -92,8 +98,23 @@ class Run:
     def watch(self) -> Callable[[], dict[str, Value]]:
         """Watch the next step; what it returns measures it against the plan, collective over the pipeline, and has the news of
         saves."""
-        measured = self._measure()
-        return lambda: {**measured(), **self.source_losses(), **self.saver.news()}
+        watched = self._start_meter()
+
+        def measured() -> dict[str, Value]:
+            told: dict[str, Value] = {"data_wait_ms": 1000 * self.waited}
+            seconds = 0.0
+            if self.meter is not None and watched is not None:
+                told, seconds = {**told, **self.meter.report(watched)}, self.meter.t_comm
+            if self.watcher is not None:
+                told |= self.watcher.publish(self.done, watched, seconds, 1000 * self.waited)
+            return {**told, **self.source_losses(), **self.saver.news()}
+
+        return measured
+
+    def observe(self, step: int, skipped: bool) -> None:
+        self.done = step
+        if self.watcher is not None:
+            self.watcher.observe(step, skipped)
 
     def source_losses(self) -> dict[str, Value]:
         """The last step's loss of each corpus of a blend, in nats per counted token; collective where there is a blend."""
@@ -115,19 +136,18 @@ class Run:
             f"loss/{name}": float(total[i] / tokens[i]) for i, name in enumerate(self.loader.names) if float(tokens[i]) > 0
         }
 
-    def _measure(self) -> Callable[[], dict[str, Value]]:
+    def _start_meter(self) -> StepWatch | None:
         """The graph of a whole step measures nothing unless ``graphs.timed`` has it record times."""
         captured = self.assembly.engine.captured
         if captured is not None and captured.step is not None and not captured.step.marks:
-            return dict
+            return None
         if self.meter is None:
             assembly, seconds = self.assembly, 0.0
             if assembly.transport is not None:
                 like = next(iter(assembly.engine.stages.values())).activation()
                 seconds = latency(assembly.transport, assembly.plan.placement, self.mesh, like)
             self.meter = Meter(assembly.engine, assembly.register.knows, seconds)
-        meter, watch = self.meter, self.meter.start()
-        return lambda: dict(meter.report(watch))
+        return self.meter.start()
 
     def save(self, step: int, tokens: int) -> None:
         """Write ``step_<step>``, or begin to; collective. A failure leaves the previous checkpoint and raises."""
@@ -221,8 +241,6 @@ def _set_up(
         stack.enter_context(holding(config.checkpoint_dir(), "wait for it, stop it, or choose another checkpoint.dir"))
     checkpoint = find_checkpoint(config, comm)
     run = build(config, env, mesh, comm, checkpoint, say)
-    if env.rank == 0:
-        _save_config(config, run.start)
     return run, checkpoint
 
 
@@ -291,40 +309,32 @@ def _drive(
     run: Run, checkpoint: Checkpoint | None, stack: ExitStack, signals: StopSignals, say: Callable[[str], None]
 ) -> Outcome:
     """Open the sinks, run the loop, close them."""
-    config = run.config
+    config, resumed = run.config, checkpoint is not None
     run.saver = Saver(config, run.assembly, run.mesh, run.comm, run.leads, run.companions)
     stack.callback(run.saver.close)
+    run.done = run.start
+    run.watcher = watcher = Watcher(config, run.assembly, run.mesh, run.comm, run.start, resumed, run.leads)
+    stack.callback(watcher.close)
     sinks: list[Callable[[StepMetrics], None]] = []
     if run.leads:
-        resume_step = None if checkpoint is None else run.start
-        writer = stack.enter_context(MetricsWriter(Path(config.run.dir) / "metrics.jsonl", resume_step))
-        for notice in writer.notices:
-            say(notice)
-        run.wandb = WandbLogger(
-            config.logging.wandb,
-            project=config.logging.wandb_project,
-            name=config.run.name,
-            directory=config.run.dir,
-            config=config.to_dict(),
-            entity=config.logging.wandb_entity,
-            group=config.logging.wandb_group,
-            resumed=None if checkpoint is None else checkpoint.meta.get("wandb"),
-            resume_step=run.start,
-            notice=say,
-        )
-        stack.callback(run.wandb.finish)
-        progress = stack.enter_context(Progress(config.train.steps, run.start, mode=config.logging.progress))
-        sinks = [writer.write, run.wandb.log, progress.update]
-        run.saver.say = run.recorder.say = progress.message
+        sinks = _open_sinks(run, checkpoint, watcher, stack, say)
     if run.start == 0 and config.train.eval_every:
         before = run.evaluate()
         if before is not None and run.leads:
             zero = StepMetrics(
                 step=0, loss=None, grad_norm=None, lr=None, tokens=0, tokens_per_second=None, step_ms=None, eval_loss=before
             )
-            for sink in sinks[:2]:
+            watcher.events.add("evaluation", 0, loss=before)
+            for sink in sinks[:-1]:
                 sink(zero)
             say(f"held-out loss before training: {before:.3f} nats per token")
+
+    def report(metrics: StepMetrics) -> None:
+        if run.leads:
+            told = watcher.complete(metrics)
+            for sink in sinks:
+                sink(told)
+
     parts = Parts(
         next_batch=run.next_batch,
         step=run.assembly.engine.step,
@@ -332,18 +342,54 @@ def _drive(
         save=run.save,
         epoch=run.epoch,
         stop=_stopper(config, signals, run.env, run.saver),
-        report=lambda metrics: [sink(metrics) for sink in sinks],
+        report=report,
         watch=run.watch,
+        observe=run.observe,
         record=run.recorder.record,
         describe=lambda result: routing_metrics(result.routing),
     )
     try:
         outcome = train(config, parts, run.start, run.tokens)
         run.saver.finish()
-        return outcome
-    finally:
+    except BaseException as error:
         if run.leads:
-            progress.close()
+            watcher.events.add("error", run.done, kind=type(error).__name__, text=str(error).split("\n")[0])
+        raise
+    if run.leads:
+        watcher.events.add("end", outcome.step, stopped=outcome.stopped)
+    return outcome
+
+
+def _open_sinks(
+    run: Run, checkpoint: Checkpoint | None, watcher: Watcher, stack: ExitStack, say: Callable[[str], None]
+) -> list[Callable[[StepMetrics], None]]:
+    """On the leading rank: what takes each step's metrics, the progress line last."""
+    config = run.config
+    config_file = _save_config(config, run.start)
+    resume_step = None if checkpoint is None else run.start
+    writer = stack.enter_context(MetricsWriter(Path(config.run.dir) / "metrics.jsonl", resume_step))
+    for notice in writer.notices:
+        say(notice)
+    run.wandb = WandbLogger(
+        config.logging.wandb,
+        project=config.logging.wandb_project,
+        name=config.run.name,
+        directory=config.run.dir,
+        config=config.to_dict(),
+        entity=config.logging.wandb_entity,
+        group=config.logging.wandb_group,
+        resumed=None if checkpoint is None else checkpoint.meta.get("wandb"),
+        resume_step=run.start,
+        notice=say,
+    )
+    stack.callback(run.wandb.finish)
+    watcher.began(run.start, None if checkpoint is None else str(checkpoint.path), config_file, run.wandb.state(wait=False))
+    if watcher.peak is None and run.assembly.flat.device.type == "cuda":
+        say(f"no MFU: the peak of {torch.cuda.get_device_name()} is not known (qeffect_lm/runtime/peaks.py)")
+    progress = stack.enter_context(Progress(config.train.steps, run.start, mode=config.logging.progress))
+    run.saver.say = run.recorder.say = watcher.say = progress.message
+    run.saver.events = watcher.events
+    return [writer.write, run.wandb.log, progress.update]
 
 
 def _stopper(config: Config, signals: StopSignals, env: LaunchEnv, saver: Saver) -> Callable[[], str | None]:
@@ -393,8 +439,8 @@ def _say_end(run: Run, outcome: Outcome, start: int, resumed: bool, say: Callabl
         say(f"{head} of {total}")
 
 
-def _save_config(config: Config, start: int) -> None:
-    """The resolved configuration beside the run; a resume with another one keeps both."""
+def _save_config(config: Config, start: int) -> str:
+    """The resolved configuration beside the run; a resume with another one keeps both. Returns the file's name."""
     folder = Path(config.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.yaml"
@@ -402,6 +448,7 @@ def _save_config(config: Config, start: int) -> None:
     if path.exists() and path.read_text() != text and start:
         path = folder / f"config.resumed-at-{start}.yaml"
     path.write_text(text)
+    return path.name
 
 
 def tokenizer_hash(config: Config) -> str | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,11 +20,10 @@ from qeffect_lm.app.assemble import Assembly
 from qeffect_lm.config import Config
 from qeffect_lm.errors import QEffectError
 from qeffect_lm.parallel.mesh import Mesh
+from qeffect_lm.runtime.events import EventLog
 from qeffect_lm.state import LogicalTensor
 
 log = logging.getLogger(__name__)
-
-EVENTS = "checkpoints.jsonl"  # in run.dir: one line for each event of each save
 
 
 class Saver:
@@ -53,6 +50,7 @@ class Saver:
         self._news: dict[str, float] = {}
         self._waited = 0.0  # of the copies' time, what is told already
         self.say: Callable[[str], object] = lambda _: None
+        self.events = EventLog(config.run.dir)
         self._saver: AsyncSaver | None = None
         if config.checkpoint.async_save:
             # A group of its own: what the writing thread sends must not meet the loop's messages.
@@ -97,7 +95,10 @@ class Saver:
             )
 
         if self._saver is None:
-            write(items, self._comm)
+            path = write(items, self._comm)
+            if self._leads:
+                size = sum(file.stat().st_size for file in path.iterdir())
+                self._note(SaveEvent(DURABLE, step, time.monotonic() - began, size))
         else:
             self._saver.save(step, items, lambda tensors: write(tensors, self._background))
         self._add("checkpoint_stall_ms", 1000 * (time.monotonic() - began))
@@ -140,20 +141,10 @@ class Saver:
         if event.what == DURABLE:
             self._add("checkpoint_durable_ms", 1000 * event.seconds)
             self._add("checkpoint_bytes", event.nbytes)
-        record = {"event": event.what, "step": event.step, "seconds": event.seconds, "bytes": event.nbytes, "time": time.time()}
-        if event.text is not None:
-            record["text"] = event.text
-        if event.other is not None:
-            record["other"] = event.other
         self.say(str(event))
-        with self._lock:
-            append_line(Path(self._config.run.dir) / EVENTS, json.dumps(record))
+        self._note(event)
 
-
-def append_line(path: Path, line: str) -> None:
-    """Add a line to a text file; the part of one that a full disk once left at its end goes."""
-    with open(path, "ab+") as file:
-        end = file.tell()
-        if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
-            file.truncate(os.pread(file.fileno(), end, 0).rfind(b"\n") + 1)
-        file.write(line.encode() + b"\n")
+    def _note(self, event: SaveEvent) -> None:
+        """One line of the run's events."""
+        told = {"seconds": event.seconds, "bytes": event.nbytes, "text": event.text, "other": event.other}
+        self.events.add(f"save_{event.what}", event.step, **told)

@@ -139,7 +139,7 @@ class ScaleTimeline:
             rolled = torch.cat([amax[:, None], history[:, :-1]], dim=1)
             history.copy_(torch.where(rolls[:, None], rolled, history))
             peak = self._peak(history)
-            candidate = self._candidate(self.fp8_max[rows], peak)
+            candidate = self.candidate(self.fp8_max[rows], peak)
             good = rolls & (peak > 0) & torch.isfinite(candidate)
             scale.copy_(torch.where(good, candidate, scale))
             amax.fill_(EMPTY)
@@ -148,12 +148,13 @@ class ScaleTimeline:
         """The scale (0-dim) that ``role`` has after rolling to ``history`` (float32, newest first); not finite where the roll
         keeps the scale of before."""
         peak = self._peak(history[None])[0]
-        return torch.where(peak > 0, self._candidate(self.fp8_max[self.index[role]], peak), torch.nan)
+        return torch.where(peak > 0, self.candidate(self.fp8_max[self.index[role]], peak), torch.nan)
 
     def _peak(self, history: torch.Tensor) -> torch.Tensor:
         return history.amax(dim=1) if self.amax == "max" else history[:, 0]
 
-    def _candidate(self, fp8_max: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
+    def candidate(self, fp8_max: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
+        """The scale that a history with the largest amax ``peak`` makes; not finite where the scale of before stays."""
         if self.window == "microbatch":
             return (fp8_max * 2.0**-self.margin / peak).clamp(max=torch.finfo(torch.float32).max)
         return fp8_max / peak / 2.0**self.margin

@@ -49,6 +49,8 @@ class Parts:
         report: called with each step's metrics on every rank (the sinks live on rank 0).
         watch: called before a step whose metrics will be reported; what it returns is called after the step's host
             synchronisation and gives further metrics. Both on every rank.
+        observe: called with each step's number (from 1) and whether it was skipped, right after its host synchronisation, on
+            every rank.
         describe: further metrics of a step's result, asked for after the step's host synchronisation.
         record: called with ``(step, tokens, batch, result)`` after each step, on every rank.
     """
@@ -61,6 +63,7 @@ class Parts:
     stop: Callable[[], str | None]
     report: Callable[[StepMetrics], object]
     watch: Callable[[], Callable[[], Mapping[str, Value]]] = lambda: dict
+    observe: Callable[[int, bool], object] = lambda *_: None
     record: Callable[[int, int, Any, Result], object] = lambda *_: None
     describe: Callable[[Any], Mapping[str, Value]] = lambda _: {}
 
@@ -95,6 +98,7 @@ def train(config: Config, parts: Parts, start: int, tokens: int) -> Outcome:
         tokens += batch.tokens
         loss, skipped = float(result.loss), bool(result.skipped)  # the step's one host synchronisation
         seconds = time.monotonic() - began
+        parts.observe(step, skipped)
         extra = measured() if measured is not None else {}
         if logged or skipped:
             extra = {**extra, **parts.describe(result)}

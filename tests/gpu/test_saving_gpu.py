@@ -30,10 +30,11 @@ def test_saved_beside_training_as_saved_at_once(pp: int, scope: str, tmp_path: P
     runs.run(job, "beside", "checkpoint.async_save=true")
     tensors, first = compare_runs(runs, "at-once", "beside")
     assert first is None and tensors > 50 * STEPS
-    events = [json.loads(line) for line in (tmp_path / "beside" / "checkpoints.jsonl").read_text().splitlines()]
-    for what in ("requested", "staged", "durable"):
+    events = [json.loads(line) for line in (tmp_path / "beside" / "events.jsonl").read_text().splitlines()]
+    for what in ("save_requested", "save_staged", "save_durable"):
         assert [one["step"] for one in events if one["event"] == what] == list(range(1, STEPS + 1))
-    assert not (tmp_path / "at-once" / "checkpoints.jsonl").exists()
+    at_once = (tmp_path / "at-once" / "events.jsonl").read_text()
+    assert at_once.count('"save_durable"') == STEPS and "save_staged" not in at_once
 
 
 def test_sums_on_a_gpu_are_those_on_the_host():

@@ -52,28 +52,30 @@ def full() -> None:
 
 
 def events_of(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / name / "checkpoints.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / name / "events.jsonl").read_text().splitlines()]
 
 
 def test_the_same_checkpoints_and_three_events_of_each(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also resumed from one that was written in the background. A synchronous run has no events."""
+    """Also resumed from one that was written in the background. A synchronous run has the last of them alone."""
     assert run_here(folder, "copied", ASYNC)[0] == 0
     assert assert_same_run(folder, "whole", "copied") > 100
     shutil.rmtree(folder / "copied" / "checkpoints" / step_name(6))
-    with open(folder / "copied" / "checkpoints.jsonl", "a") as file:
+    with open(folder / "copied" / "events.jsonl", "a") as file:
         file.write('{"event": "reque')  # a full disk cut it
     code, said = run_here(folder, "copied", ASYNC)
     assert code == 0 and "resumed at 4, ran 5…6 of 6" in said
     assert assert_same_run(folder, "whole", "copied") > 100
     for step, saves in ((2, 1), (4, 1), (6, 2)):
-        told = [one["event"] for one in events_of(folder, "copied") if one["step"] == step and one["event"] != "waiting"]
-        assert told == ["requested", "staged", "durable"] * saves
+        told = [one["event"] for one in events_of(folder, "copied") if one["step"] == step]
+        told = [event for event in told if event.startswith("save_") and event != "save_waiting"]
+        assert told == ["save_requested", "save_staged", "save_durable"] * saves
     lines = capsys.readouterr().out.splitlines()
     assert "checkpoint of step 2 requested" in lines
     assert any(line.startswith("checkpoint of step 6 durable: ") for line in lines)
     extras = {one.step: one.extra for one in metrics_of(folder, "copied")}
     assert extras[3]["checkpoint_stall_ms"] > 0 and "checkpoint_stall_ms" not in extras[2]
-    assert not (folder / "whole" / "checkpoints.jsonl").exists()
+    at_once = [(one["event"], one["step"]) for one in events_of(folder, "whole") if one["event"].startswith("save_")]
+    assert at_once == [("save_durable", 2), ("save_durable", 4), ("save_durable", 6)]
 
 
 def test_a_failure_ends_the_run_at_the_next_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +93,7 @@ def test_a_failure_ends_the_run_at_the_next_step(folder: Path, monkeypatch: pyte
     with pytest.raises(CheckpointError, match=r"step 4 was not saved: rank 0: .*ENOSPC.*step_00000002 survives"):
         run_here(folder, "full", ASYNC)
     assert metrics_of(folder, "full")[-1].step == 5  # the step in which it was noticed
-    assert [one["event"] for one in events_of(folder, "full")][-1] == "failed"
+    assert [one["event"] for one in events_of(folder, "full")][-2:] == ["save_failed", "error"]
     monkeypatch.undo()
     code, said = run_here(folder, "full", ASYNC)
     assert code == 0 and "resumed at 2, ran 3…6 of 6" in said
@@ -99,8 +101,8 @@ def test_a_failure_ends_the_run_at_the_next_step(folder: Path, monkeypatch: pyte
 
 
 def _requested(run: Path, step: int) -> bool:
-    path = run / "checkpoints.jsonl"
-    return path.exists() and f'"requested", "step": {step}' in path.read_text()
+    path = run / "events.jsonl"
+    return path.exists() and f'"save_requested", "step": {step}' in path.read_text()
 
 
 def test_a_failure_of_the_last_save_is_the_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

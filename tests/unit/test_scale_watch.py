@@ -1,0 +1,127 @@
+"""What two looks at FP8 histories tell of the windows between them, against an account kept window by window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from qeffect_lm.contract.timeline import Direction, ScaleRole, ScaleTimeline
+from qeffect_lm.runtime.scale_watch import ScaleWatch, Windows
+
+ROLES = [ScaleRole("a.input", Direction.FORWARD, 448.0), ScaleRole("b.input", Direction.FORWARD, 448.0),
+         ScaleRole("a.grad_output", Direction.BACKWARD, 57344.0)]  # fmt: skip
+
+
+class Account:
+    """A timeline that is rolled with made-up amax, and what was quantised with which scale, noted at each window."""
+
+    def __init__(self, seed: int, **settings: Any) -> None:
+        self.timeline = ScaleTimeline(ROLES, **settings)
+        self.generator = np.random.default_rng(seed)
+        self.noted: list[list[tuple[float, float, float]]] = [[] for _ in ROLES]  # amax, scale, largest before
+
+    def roll(self, directions: tuple[Direction, ...], skip: bool = False, idle: tuple[str, ...] = ()) -> None:
+        timeline = self.timeline
+        for index, role in enumerate(timeline.roles):
+            if role.direction not in directions:
+                continue
+            amax = np.float32(np.exp(self.generator.normal(0, 2)))
+            if role.name not in idle:
+                timeline.open_amax[index] = float(amax)
+            if not skip and role.name not in idle:
+                self.noted[index].append((float(amax), float(timeline.scale[index]), float(timeline.history[index].max())))
+        timeline.roll_(torch.tensor(skip), directions)
+        for direction in directions:
+            timeline.epochs[direction] += 1
+
+    def expected(self, since: list[int]) -> list[tuple[int, int, float, float]]:
+        """Per role since so many windows: windows, saturated, worst excess, worst jump."""
+        told = []
+        for role, noted, start in zip(self.timeline.roles, self.noted, since, strict=True):
+            filled = [amax * scale / role.fp8_max for amax, scale, _ in noted[start:]]
+            jumps = [amax / before for amax, _, before in noted[start:] if before > 0]
+            told.append((len(filled), sum(one > 1 + 1e-6 for one in filled), max(filled, default=0.0), max(jumps, default=0.0)))
+        return told
+
+
+def assert_same(windows: Windows, expected: list[tuple[int, int, float, float]]) -> None:
+    assert windows.seen.tolist() == [one[0] for one in expected]
+    assert windows.saturated.tolist() == [one[1] for one in expected]
+    np.testing.assert_allclose(windows.excess, [one[2] for one in expected], rtol=1e-6)
+    np.testing.assert_allclose(windows.jump, [one[3] for one in expected], rtol=1e-6)
+
+
+@pytest.mark.parametrize("amax", ["max", "most_recent"])
+@pytest.mark.parametrize("window", ["step", "microbatch"])
+@pytest.mark.parametrize("margin", [0, 1])
+def test_every_window_is_told(window: str, amax: str, margin: int) -> None:
+    """Skipped steps and idle tensors included, from the first window on; the newest amax with the scale that it had."""
+    account = Account(3, window=window, history=6, amax=amax, margin=margin)
+    watch, saturated = ScaleWatch(account.timeline), 0
+    for _ in range(20):
+        since = [len(noted) for noted in account.noted]
+        skips = 0
+        for _ in range(int(account.generator.integers(0, 7))):
+            skip = bool(account.generator.random() < 0.2) and window == "step"
+            if window == "step":
+                account.roll(tuple(Direction), skip)
+                skips += skip
+            else:
+                idle = ("b.input",) if account.generator.random() < 0.3 else ()
+                for direction in Direction:
+                    account.roll((direction,), idle=idle)
+        windows = watch.windows(skips)
+        assert_same(windows, account.expected(since))
+        saturated += int(windows.saturated.sum())
+        for index, noted in enumerate(account.noted):
+            if len(noted) > since[index]:
+                assert (windows.amax[index], windows.scale[index]) == noted[-1][:2]
+    assert saturated > 5
+
+
+def test_more_windows_than_a_history_holds_are_not_guessed() -> None:
+    account = Account(5, history=3)
+    watch = ScaleWatch(account.timeline)
+    assert watch.reaches(3, 1) and not watch.reaches(2, 2)
+    for _ in range(4):
+        account.roll(tuple(Direction))
+    assert watch.windows().seen.tolist() == [0, 0, 0]
+    watch.restart()
+    since = [len(noted) for noted in account.noted]
+    account.roll(tuple(Direction))
+    assert_same(watch.windows(), account.expected(since))
+
+
+def test_merged_joined_sorted() -> None:
+    """Windows of one time after another are those of both; of two stages each role keeps its own."""
+    account, once = Account(8, history=8), Account(8, history=8)
+    watch, other = ScaleWatch(account.timeline), ScaleWatch(once.timeline)
+    merged: Windows | None = None
+    for _ in range(2):
+        for one in (account, once):
+            for _ in range(3):
+                one.roll(tuple(Direction))
+        seen = watch.windows()
+        merged = seen if merged is None else merged.merge(seen)
+    whole = other.windows()
+    assert merged is not None
+    for a, b in zip(merged._arrays(), whole._arrays(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    renamed = Windows(["0", "z", "b"], *whole._arrays())
+    joined = whole.join(renamed).sorted()
+    assert joined.names == sorted([*whole.names, "0", "z", "b"])
+    for name, amax in zip(joined.names, joined.amax, strict=True):
+        source = whole if name in whole.names else renamed
+        assert amax == source.amax[source.names.index(name)]
+    filled = whole.amax.astype(float) * whole.scale / whole.fp8_max
+    np.testing.assert_allclose(whole.room, -np.log2(filled))
+
+
+def test_nothing_seen_is_nothing_told() -> None:
+    """Before the first window: no amax, no room, no jump; and a run without FP8 tensors."""
+    windows = ScaleWatch(ScaleTimeline(ROLES)).windows()
+    assert windows.seen.sum() == windows.saturated.sum() == 0 and windows.jump.max() == 0 and np.isnan(windows.room).all()
+    assert ScaleWatch(ScaleTimeline([])).windows().names == []
