@@ -12,6 +12,7 @@ import torch
 from pipeline.batch import StepInput, check_starts, on_device
 from pipeline.engine import Engine
 from qeffect_lm.contract.timeline import Direction
+from qeffect_lm.fp8.recipes import DelayedScaling
 from qeffect_lm.layers.context import Phase
 from qeffect_lm.layers.dropout import host_key
 
@@ -26,7 +27,41 @@ def calibrate(engine: Engine, batch: StepInput) -> None:
         _calibrate(engine, on_device(batch, engine.divisor.device))
 
 
+def sample_underflow(engine: Engine, batch: StepInput, recipe: DelayedScaling) -> dict[str, float]:
+    """Of microbatch 0 of ``batch``, run as a calibration does, the share of each role's non-zero values that its current scale
+    would make zero; this rank's roles. Between two steps; collective over the pipeline. It changes nothing.
+
+    Takes the memory of one microbatch in high precision, beside what captured graphs hold. Experts' inputs and gradients are
+    not sampled.
+
+    Raises:
+        PeerLostError: a neighbour died.
+    """
+    timeline = engine.ledger.timeline
+    before = timeline.open_amax.clone()
+    recipe.shares = {}
+    try:
+        with engine.computing():
+            _run(engine, on_device(batch, engine.divisor.device))
+    finally:
+        shares, recipe.shares = recipe.shares, None
+        timeline.open_amax.copy_(before)
+    if not shares:
+        return {}
+    return dict(zip(shares, torch.stack(list(shares.values())).tolist(), strict=True))
+
+
 def _calibrate(engine: Engine, batch: StepInput) -> None:
+    _run(engine, batch)
+    engine.end.reduce_amax_()
+    ledger = engine.ledger
+    ledger.commit(ledger.timeline.epochs[Direction.FORWARD], by="CALIBRATION", calibration=True)
+    with torch.no_grad():
+        ledger.timeline.roll_(engine.end.never_skip)
+
+
+def _run(engine: Engine, batch: StepInput) -> None:
+    """F and I of microbatch 0 through all stages; the recipe observes every tensor that would be in FP8."""
     check_starts(batch, engine.inputs.starts)
     engine.divisor.fill_(batch.tokens)
     order = sorted(engine.stages)
@@ -53,8 +88,3 @@ def _calibrate(engine: Engine, batch: StepInput) -> None:
             engine.fetch(slots, index, "B")
         stage.input_grad(slot, None)
         engine.deliver(slots, index, "B")
-    engine.end.reduce_amax_()
-    ledger = engine.ledger
-    ledger.commit(ledger.timeline.epochs[Direction.FORWARD], by="CALIBRATION", calibration=True)
-    with torch.no_grad():
-        ledger.timeline.roll_(engine.end.never_skip)

@@ -488,6 +488,9 @@ class LoggingConfig(Section):
     wandb_project: str = _key("qeffect-lm", "wandb project.", on_resume="free", min_length=1)
     wandb_entity: str | None = _key(None, "wandb entity; null: the account's.", on_resume="free")
     wandb_group: str | None = _key(None, "wandb group; null: none.", on_resume="free")
+    tensorboard: bool = _key(
+        False, "Write metrics for TensorBoard to run.dir/tensorboard; needs the extra tensorboard.", on_resume="free"
+    )
     progress: Literal["auto", "bar", "plain", "off"] = _key(
         "auto", "Progress on the terminal; auto: bar on a terminal, else plain lines.", on_resume="free"
     )
@@ -514,6 +517,14 @@ class LoggingConfig(Section):
         unit="optimizer steps",
         ge=0,
     )
+    underflow_every: int = _key(
+        0,
+        "Sample the share of non-zero values that FP8 makes zero this often, on one microbatch that is run once more in high "
+        "precision, which takes its time and memory; 0: never.",
+        on_resume="free",
+        unit="optimizer steps",
+        ge=0,
+    )
     warn_every: int = _key(
         100, "At most one warning of a kind in this many steps.", on_resume="free", unit="optimizer steps", ge=1
     )
@@ -523,6 +534,14 @@ class LoggingConfig(Section):
         "windows; null: never.",
         on_resume="free",
         unit="share of windows",
+        ge=0,
+        le=1,
+    )
+    warn_underflow: float | None = _key(
+        0.5,
+        "Warn where more than this share of an FP8 tensor's non-zero values become zero (see underflow_every); null: never.",
+        on_resume="free",
+        unit="share of values",
         ge=0,
         le=1,
     )

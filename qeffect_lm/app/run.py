@@ -42,6 +42,7 @@ from qeffect_lm.runtime.metrics import MetricsWriter, StepMetrics, Value
 from qeffect_lm.runtime.progress import Progress
 from qeffect_lm.runtime.rng import seed_generators
 from qeffect_lm.runtime.routing import routing_metrics
+from qeffect_lm.runtime.tensorboard_logger import TensorboardLogger
 from qeffect_lm.runtime.wandb_logger import WandbLogger
 
 SAVE_FAILED = 4  # in the agreement on going on: more than any reason to stop
@@ -64,11 +65,13 @@ class Run:
     start: int = 0
     tokens: int = 0
     wandb: WandbLogger | None = None
+    tensorboard: TensorboardLogger | None = None
     meter: Meter | None = None
     batch: StepBatch | None = None  # the step's that runs
     waited: float = 0.0  # seconds for that batch
     done: int = 0  # the last step that ran in this process
     watcher: Watcher | None = None  # once the run is about to begin
+    progress: Progress | None = None
     recorder: Recorder = field(init=False)
     saver: Saver = field(init=False)  # once the run is about to begin
 
@@ -115,6 +118,8 @@ class Run:
         self.done = step
         if self.watcher is not None:
             self.watcher.observe(step, skipped)
+            assert self.batch is not None
+            self.watcher.sample(step, self.batch)
 
     def source_losses(self) -> dict[str, Value]:
         """The last step's loss of each corpus of a blend, in nats per counted token; collective where there is a blend."""
@@ -355,6 +360,9 @@ def _drive(
         if run.leads:
             watcher.events.add("error", run.done, kind=type(error).__name__, text=str(error).split("\n")[0])
         raise
+    finally:
+        if run.progress is not None:
+            run.progress.close()  # what is said from here on stands below it
     if run.leads:
         watcher.events.add("end", outcome.step, stopped=outcome.stopped)
     return outcome
@@ -370,26 +378,37 @@ def _open_sinks(
     writer = stack.enter_context(MetricsWriter(Path(config.run.dir) / "metrics.jsonl", resume_step))
     for notice in writer.notices:
         say(notice)
+    facts = watcher.facts()
+    shown = {**config.to_dict(), "facts": facts}
     run.wandb = WandbLogger(
         config.logging.wandb,
         project=config.logging.wandb_project,
         name=config.run.name,
         directory=config.run.dir,
-        config=config.to_dict(),
+        config=shown,
         entity=config.logging.wandb_entity,
         group=config.logging.wandb_group,
         resumed=None if checkpoint is None else checkpoint.meta.get("wandb"),
         resume_step=run.start,
         notice=say,
     )
-    stack.callback(run.wandb.finish)
-    watcher.began(run.start, None if checkpoint is None else str(checkpoint.path), config_file, run.wandb.state(wait=False))
+    stack.push(lambda kind, *_: run.wandb.finish(0 if kind is None else 1) if run.wandb is not None else None)
+    run.tensorboard = TensorboardLogger(
+        config.logging.tensorboard, config.run.dir, config=shown, resume_step=resume_step, notice=say
+    )
+    stack.callback(run.tensorboard.finish)
+    plan, picture = watcher.write_plan()
+    run.wandb.picture("plan", picture, run.start)
+    resumed_from = None if checkpoint is None else str(checkpoint.path)
+    about = {"resumed_from": resumed_from, "config": config_file, "plan": plan, "wandb": run.wandb.state(wait=False)}
+    watcher.events.add("start", run.start, **about, **facts)
+    watcher.events.listeners += [run.wandb.event, run.tensorboard.event]
     if watcher.peak is None and run.assembly.flat.device.type == "cuda":
         say(f"no MFU: the peak of {torch.cuda.get_device_name()} is not known (qeffect_lm/runtime/peaks.py)")
-    progress = stack.enter_context(Progress(config.train.steps, run.start, mode=config.logging.progress))
+    run.progress = progress = stack.enter_context(Progress(config.train.steps, run.start, mode=config.logging.progress))
     run.saver.say = run.recorder.say = watcher.say = progress.message
     run.saver.events = watcher.events
-    return [writer.write, run.wandb.log, progress.update]
+    return [writer.write, run.wandb.log, run.tensorboard.log, progress.update]
 
 
 def _stopper(config: Config, signals: StopSignals, env: LaunchEnv, saver: Saver) -> Callable[[], str | None]:

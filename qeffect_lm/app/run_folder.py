@@ -33,6 +33,7 @@ class ScaleLine:
     windows: list[int]
     saturated: list[int]
     excess: list[float]
+    underflow: list[float | None] | None = None
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from checkpoint import save_checkpoint
 from checkpoint.background import DURABLE, AsyncSaver, SaveEvent
 from checkpoint.comm import Communicator, GroupCommunicator
+from checkpoint.layout import step_name
 from checkpoint.resume import GRAPHS, check_replicas, contract_meta, saved_state
 from checkpoint.staging import Staging
 from qeffect_lm.app.assemble import Assembly
@@ -146,5 +147,7 @@ class Saver:
 
     def _note(self, event: SaveEvent) -> None:
         """One line of the run's events."""
-        told = {"seconds": event.seconds, "bytes": event.nbytes, "text": event.text, "other": event.other}
+        told: dict[str, Any] = {"seconds": event.seconds, "bytes": event.nbytes, "text": event.text, "other": event.other}
+        if event.what == DURABLE:
+            told["path"] = str(self._config.checkpoint_dir() / step_name(event.step))
         self.events.add(f"save_{event.what}", event.step, **told)

@@ -7,7 +7,7 @@ that the meter took anyway, and what ranks tell each other goes in one message a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -17,12 +17,16 @@ import numpy as np
 
 from checkpoint.comm import Communicator
 from pipeline.actions import Kind
+from pipeline.batch import StepInput
+from pipeline.calibrate import sample_underflow
 from pipeline.measure import StepWatch
 from pipeline.plan import Plan
-from pipeline.simulate import simulate
+from pipeline.simulate import Simulation, simulate
+from pipeline.timeline_picture import svg
 from qeffect_lm.app.assemble import Assembly
 from qeffect_lm.app.counts import active_parameters, flop_per_token
 from qeffect_lm.config import Config
+from qeffect_lm.fp8.recipes import FORMATS, DelayedScaling
 from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.runtime.alarms import Alarms
 from qeffect_lm.runtime.events import EventLog
@@ -64,6 +68,8 @@ class Watcher:
         self.alarms = Alarms(self._settings, self._warn)
         self.say: Callable[[str], object] = lambda _: None
         self._unwritten: Windows | None = None
+        self._underflow: dict[str, float] | None = None  # this rank's, that nobody was told of yet
+        self._shares: dict[str, float] = {}  # all roles', for the next line of scales
         self._files: dict[str, StepLines] = {}
         if leads:
             resume_step = start if resumed else None
@@ -93,6 +99,12 @@ class Watcher:
             self._scales.restart()  # histories are too short to tell of more than one step
             self._skipped = 0
 
+    def sample(self, step: int, batch: StepInput) -> None:
+        """At some steps: how much of each FP8 tensor becomes zero, on the step's first microbatch; collective then."""
+        every = self._settings.underflow_every
+        if every and step % every == 0 and self._config.precision.fp8.recipe == "delayed":
+            self._underflow = sample_underflow(self._assembly.engine, batch, recipe_of(self._assembly))
+
     def publish(self, step: int, watch: StepWatch | None, t_comm: float, data_wait_ms: float) -> dict[str, Value]:
         """Further metrics of the logged step ``step``; collective where something is due, which all ranks know alike.
 
@@ -100,7 +112,7 @@ class Watcher:
             watch: what the meter saw of the step; None where nothing was measured.
         """
         times = watch is not None and bool(watch.marks) and self._due(self._settings.timeline_every, self._timeline, step)
-        if not (self._observed or times):
+        if not (self._observed or times or self._underflow is not None):
             return {}
         mine: dict[str, Any] = {"wait": data_wait_ms}
         if watch is not None and watch.marks:
@@ -108,9 +120,11 @@ class Watcher:
         first = self._mesh.coord("dp") == 0  # replicas have the same scales
         if first and self._windows is not None:
             mine["windows"] = self._windows
+        if first and self._underflow:
+            mine["underflow"] = self._underflow
         if first and times and watch is not None:
             mine["work"] = watch.work()
-        observed, self._observed, self._windows = self._observed, False, None
+        observed, self._observed, self._windows, self._underflow = self._observed, False, None, None
         if times:
             self._timeline = step
         gathered = self._comm.gather(mine)
@@ -118,9 +132,11 @@ class Watcher:
             return {}
         if times:
             self._write_timeline(step, [rank["work"] for rank in gathered if "work" in rank], t_comm)
+        shares = {role: share for rank in gathered for role, share in rank.get("underflow", {}).items()}
+        told = self._judge_underflow(step, shares) if shares else {}
         if not observed:
-            return {}
-        told: dict[str, Value] = {"work_ms": [round(rank["wait"] + rank.get("busy", 0.0), 3) for rank in gathered]}
+            return told
+        told["work_ms"] = [round(rank["wait"] + rank.get("busy", 0.0), 3) for rank in gathered]
         parts = [rank["windows"] for rank in gathered if "windows" in rank]
         return told | (self._judge(step, reduce(Windows.join, parts).sorted()) if parts else {})
 
@@ -147,43 +163,46 @@ class Watcher:
     @property
     def bubble_plan(self) -> float:
         """The plan's bubble where every F, I and W of a layer takes the same time and messages take none."""
+        return self._simulated().bubble
+
+    def _simulated(self) -> Simulation:
         plan = self._assembly.plan
         layers = [float(max(1, n)) for n in self._config.chunk_layers(plan.placement.num_chunks)]
-        return simulate(plan, layers, layers, layers).bubble
+        return simulate(plan, layers, layers, layers)
 
-    def began(self, step: int, resumed_from: str | None, config_file: str, wandb: Mapping[str, Any] | None) -> None:
-        """This process is about to run the step after ``step``: its plan, and what it is made of."""
+    def facts(self) -> dict[str, Any]:
+        """What runs: layout, device, sizes, versions and sources. None where something does not apply."""
         config, plan, specs = self._config, self._assembly.plan, self._assembly.model.parameters()
         data = config.data
-        self.events.add(
-            "start",
-            step,
-            resumed_from=resumed_from,
-            config=config_file,
-            plan=self._write_plan(),
-            steps=config.train.steps,
-            layout=dict(self._mesh.sizes),
-            device=device_name(self._device),
-            parameters=self._total,
-            active_parameters=active_parameters(specs),
-            tokens_per_step=data.seq_len * data.microbatch_size * plan.microbatches * config.parallel.dp,
-            flop_per_token=self._flop,
-            peak_flops=self.peak,
-            peak_format=None if self.peak is None else self.format,
-            bubble_plan=self.bubble_plan,
-            versions=versions(),
-            git=git_state(),
-            wandb=None if wandb is None else dict(wandb),
-        )
+        return {
+            "steps": config.train.steps,
+            "layout": dict(self._mesh.sizes),
+            "schedule": plan.schedule,
+            "device": device_name(self._device),
+            "parameters": self._total,
+            "active_parameters": active_parameters(specs),
+            "tokens_per_step": data.seq_len * data.microbatch_size * plan.microbatches * config.parallel.dp,
+            "flop_per_token": self._flop,
+            "peak_flops": self.peak,
+            "peak_format": None if self.peak is None else self.format,
+            "bubble_plan": self.bubble_plan,
+            "versions": versions(),
+            "git": git_state(),
+        }
 
-    def _write_plan(self) -> str:
-        """The plan's own document, under its fingerprint: a run that goes on in another layout has several."""
+    def write_plan(self) -> tuple[str, str]:
+        """The plan's own document and its picture, under its fingerprint: a run that goes on in another layout has several.
+
+        Returns the document's name in the run's folder, and the picture (SVG).
+        """
         plan = self._assembly.plan
-        name = f"{PLANS}/{plan.fingerprint()[:12]}.json"
-        path = Path(self._config.run.dir) / name
+        name = f"{PLANS}/{plan.fingerprint()[:12]}"
+        path = Path(self._config.run.dir) / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
+        picture = svg(plan, self._simulated(), f"{self._config.run.name}: {plan.schedule}")
         write_atomically(path, plan.to_json().encode())
-        return name
+        write_atomically(path.with_suffix(".svg"), picture.encode())
+        return f"{name}.json", picture
 
     def _write_timeline(self, step: int, work: list[list[float]], t_comm: float) -> None:
         plan = self._assembly.plan
@@ -194,6 +213,17 @@ class Watcher:
             offsets_ms=[round(one, 4) for one in offsets(plan, work, 1000 * t_comm)],
             work_ms=[[round(one, 4) for one in row] for row in work],
         )
+
+    def _judge_underflow(self, step: int, shares: dict[str, float]) -> dict[str, Value]:
+        """The mean over the tensors of each kind."""
+        self.alarms.underflow(step, shares)
+        self._shares = shares
+        told: dict[str, Value] = {}
+        for kind in FORMATS:
+            of_kind = [share for role, share in shares.items() if role.endswith(f".{kind}")]
+            if of_kind:
+                told[f"underflow_{kind}"] = sum(of_kind) / len(of_kind)
+        return told
 
     def _judge(self, step: int, windows: Windows) -> dict[str, Value]:
         self.alarms.scales(step, windows)
@@ -224,7 +254,9 @@ class Watcher:
             windows=windows.seen.tolist(),
             saturated=windows.saturated.tolist(),
             excess=[_short(value) for value in windows.excess],
+            **({"underflow": [_short(self._shares.get(role, math.nan)) for role in windows.names]} if self._shares else {}),
         )
+        self._shares = {}
 
     def _warn(self, kind: str, step: int, text: str, values: dict[str, Any]) -> None:
         self.events.add("warning", step, kind=kind, text=text, **values)
@@ -233,6 +265,16 @@ class Watcher:
     @staticmethod
     def _due(every: int, last: int | None, step: int) -> bool:
         return bool(every) and (last is None or step // every > last // every)
+
+
+def recipe_of(assembly: Assembly) -> DelayedScaling:
+    """The recipe that the rank's layers share; one of its own for a rank without FP8 layers."""
+    for stage in assembly.engine.stages.values():
+        for module in stage.chunk.modules():
+            recipe = getattr(module, "recipe", None)
+            if isinstance(recipe, DelayedScaling):
+                return recipe
+    return DelayedScaling()
 
 
 def mesh_stage(mesh: Mesh, rank: int) -> int:

@@ -126,6 +126,15 @@ def scale_of_amax(amax: torch.Tensor, fmt: Format, margin: int = 0) -> torch.Ten
     return torch.where(torch.isfinite(scale) & (amax > 0), scale, torch.ones_like(scale))
 
 
+def underflow(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """The share (0-dim float32) of the non-zero values of ``x`` that :func:`quantise` makes zero: those up to half of the
+    format's smallest number, which round to even. 0 where all are zero."""
+    smallest = torch.finfo(fmt.dtype).tiny * torch.finfo(fmt.dtype).eps
+    nonzero = x != 0
+    lost = nonzero & (x.abs().float() * scale <= smallest / 2)
+    return lost.sum() / nonzero.sum().clamp(min=1)
+
+
 def dequantise(q: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
     """Float32 values of an FP8 tensor: exact up to the one rounding of the product with ``scale_inv``."""
     return q.float().mul_(scale_inv)

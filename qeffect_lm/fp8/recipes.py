@@ -13,7 +13,7 @@ import torch
 
 from qeffect_lm.contract.ledger import Scope
 from qeffect_lm.contract.timeline import EMPTY, Direction, ScaleRole, ScaleTimeline
-from qeffect_lm.fp8.quantise import E4M3, E5M2, Format, Place, Quantised, current_scale, quantise
+from qeffect_lm.fp8.quantise import E4M3, E5M2, Format, Place, Quantised, current_scale, quantise, underflow
 
 FORMATS: dict[str, Format] = {"input": E4M3, "weight": E4M3, "grad_output": E5M2}
 
@@ -97,6 +97,7 @@ class DelayedScaling:
 
     def __init__(self) -> None:
         self._timeline: ScaleTimeline | None = None
+        self.shares: dict[str, torch.Tensor] | None = None  # while underflow is sampled: role → share that becomes zero
 
     def bind(self, timeline: ScaleTimeline) -> None:
         """Give the recipe its timeline, once all layers named their roles."""
@@ -139,7 +140,11 @@ class DelayedScaling:
         return quantise(weight, self.timeline.scale_of(role), E4M3, amax_out=self.timeline.slot_of(role))
 
     def observe(self, layer: str, kind: str, x: torch.Tensor) -> None:
-        slot = self.timeline.slot_of(f"{layer}.{kind}")
+        role = f"{layer}.{kind}"
+        slot = self.timeline.slot_of(role)
+        if self.shares is not None:
+            self.shares[role] = underflow(x.detach(), self.timeline.scale_of(role), FORMATS[kind])
+            return
         torch.maximum(slot, x.detach().abs().amax().float(), out=slot)
 
     def roles(self, layer: str) -> Sequence[ScaleRole]:

@@ -85,6 +85,24 @@ class Alarms:
         self._share["seen"] += seen
         return np.where(self._share["seen"] >= LEAST, self._share["share"], 0.0)
 
+    def underflow(self, step: int, shares: dict[str, float]) -> None:
+        """Role → share of its non-zero values that became zero in FP8."""
+        limit = self._settings.warn_underflow
+        if limit is None or not shares:
+            return
+        role, worst = max(shares.items(), key=lambda item: item[1])
+        bad = sum(share > limit for share in shares.values())
+        if bad:
+            self.raise_(
+                "underflow",
+                step,
+                f"more than {limit:.0%} of the non-zero values of {bad} of {len(shares)} FP8 tensors become zero, "
+                f"{worst:.0%} of {role}: their range is too wide for one scale; keep these layers out of FP8",
+                role=role,
+                roles=bad,
+                value=worst,
+            )
+
     def stragglers(self, step: int, step_ms: float, work_ms: list[float], stages: list[int]) -> None:
         """``work_ms``: each rank's own time in a step (its work and its wait for data); ``stages``: its pipeline stage.
 

@@ -1,4 +1,4 @@
-"""What a person sees while training: one live line on a terminal, plain lines at intervals anywhere else."""
+"""What a person sees while training: two live lines on a terminal, plain lines at intervals anywhere else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from qeffect_lm.errors import UsageError
-from qeffect_lm.runtime.metrics import StepMetrics
+from qeffect_lm.runtime.metrics import StepMetrics, Value
+from qeffect_lm.units import format_bytes
 
 MODES = ("auto", "bar", "plain", "off")
 REFRESH_SECONDS = 0.1
@@ -27,9 +28,10 @@ BAR_WIDTH, BAR_FROM_WIDTH = 12, 120
 
 
 class Progress:
-    """Shows loss, learning rate, tokens/s, step time, time left, scale epoch and skipped steps.
+    """Shows loss, tokens/s, time left and step time; gradient norm, learning rate, MFU, memory, bubble, scale epoch, waits for
+    data and checkpoints; skipped steps and the last held-out loss.
 
-    ``mode``: ``bar`` is a live line that stays in place, ``plain`` one line every ``interval_seconds`` (and
+    ``mode``: ``bar`` are two live lines that stay in place, ``plain`` one line every ``interval_seconds`` (and
     for the first and last step and each evaluation), ``off`` nothing but messages, ``auto`` ``bar`` on a
     terminal and ``plain`` elsewhere. ``start_step`` is the step a resumed run continues after. Only one
     process should show progress.
@@ -60,6 +62,7 @@ class Progress:
         self._step_seconds: float | None = None
         self._skipped = 0
         self._eval_loss: float | None = None
+        self._stall: float | None = None
         self._pending: StepMetrics | None = None
         self._live: Live | None = None
 
@@ -68,6 +71,7 @@ class Progress:
         self._skipped += metrics.skipped
         if metrics.eval_loss is not None:
             self._eval_loss = metrics.eval_loss
+        self._stall = _value(metrics.extra.get("checkpoint_stall_ms"), self._stall)
         if metrics.step_ms is not None and math.isfinite(metrics.step_ms):
             seconds = metrics.step_ms / 1000
             old = self._step_seconds
@@ -82,7 +86,7 @@ class Progress:
             self._show()
 
     def message(self, text: str) -> None:
-        """Print a line; above the live one if there is one. Shown in every mode."""
+        """Print a line; above the live ones if there are any. Shown in every mode."""
         if self._live is not None:
             self._live.console.print(Text(text))
         else:
@@ -111,7 +115,8 @@ class Progress:
             return
         self._shown_at = self._clock()
         if self.mode == "plain":
-            self._stream.write(f"step {metrics.step}/{self._total}  {'  '.join(self._parts(metrics))}\n")
+            parts = self._parts(metrics) + self._more(metrics)
+            self._stream.write(f"step {metrics.step}/{self._total}  {'  '.join(parts)}\n")
             self._stream.flush()
             return
         if self._live is None:
@@ -123,7 +128,7 @@ class Progress:
         self._live.update(self._line(metrics), refresh=True)
 
     def _line(self, metrics: StepMetrics) -> Table:
-        """The live line. On a narrow terminal the bar goes first, then the right end; it never wraps."""
+        """The live lines. On a narrow terminal the bar goes first, then the right ends; they never wrap."""
         line = Table.grid(padding=(0, 1))
         cells: list[ProgressBar | Text] = []
         if self._console.width >= BAR_FROM_WIDTH:
@@ -131,11 +136,13 @@ class Progress:
             cells.append(ProgressBar(total=max(1, self._total), completed=metrics.step, width=BAR_WIDTH))
         line.add_column()
         text = f"{metrics.step}/{self._total}  " + "  ".join(self._parts(metrics))
-        cells.append(Text(text, no_wrap=True, overflow="crop"))
-        line.add_row(*cells)
+        line.add_row(*cells, Text(text, no_wrap=True, overflow="crop"))
+        more = Text("  ".join(self._more(metrics)), style="dim", no_wrap=True, overflow="crop")
+        line.add_row(*[""] * len(cells), more)
         return line
 
     def _parts(self, metrics: StepMetrics) -> list[str]:
+        """What is looked at most."""
         parts = [f"loss {_number(metrics.loss)}"]
         if self._skipped:
             parts.append(f"skipped {self._skipped}")
@@ -148,11 +155,34 @@ class Progress:
             parts.append(f"ETA {format_seconds(left)}")
         if metrics.step_ms is not None:
             parts.append(f"{metrics.step_ms:,.0f} ms")
+        return parts
+
+    def _more(self, metrics: StepMetrics) -> list[str]:
+        extra = metrics.extra
+        parts = [] if metrics.grad_norm is None else [f"norm {_number(metrics.grad_norm)}"]
         if metrics.lr is not None:
             parts.append(f"lr {metrics.lr:.1e}")
+        mfu, memory, wait = (_value(extra.get(key)) for key in ("mfu", "memory_bytes", "data_wait_ms"))
+        if mfu is not None:
+            parts.append(f"MFU {mfu:.1%}")
+        if memory is not None:
+            parts.append(f"mem {format_bytes(memory)}")
+        bubble, planned = _value(extra.get("bubble")), _value(extra.get("bubble_plan"))
+        if bubble is not None:
+            parts.append(f"bubble {bubble:.1%}")
+        elif planned is not None:
+            parts.append(f"bubble {planned:.1%} by the plan")
         if metrics.scale_epoch is not None:
             parts.append(f"scale epoch {metrics.scale_epoch}")
+        if wait is not None:
+            parts.append(f"data wait {wait:,.0f} ms")
+        if self._stall is not None and (self.mode == "bar" or "checkpoint_stall_ms" in extra):
+            parts.append(f"checkpoint stall {self._stall:,.0f} ms")
         return parts
+
+
+def _value(value: Value, otherwise: float | None = None) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else otherwise
 
 
 def format_seconds(seconds: float) -> str:

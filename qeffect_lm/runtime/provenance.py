@@ -15,7 +15,7 @@ from qeffect_lm import __version__
 
 PACKAGES = (
     "torch", "numpy", "triton", "pydantic", "safetensors", "sentencepiece", "transformer-engine", "nvidia-cudnn-frontend",
-    "wandb", "tensorboard",
+    "wandb", "tensorboardX",
 )  # fmt: skip
 SECONDS = 5.0  # that git may take
 

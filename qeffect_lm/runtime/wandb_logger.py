@@ -13,6 +13,11 @@ What a resume does:
   segments share one group. ``wandb sync DIRECTORY`` uploads one.
 * When the mode changed in between, a new run in the same group begins.
 
+Which of these it is, and which steps are logged a second time, is said in one line.
+
+Besides rows the run gets the plan as a picture, each durable checkpoint as an artifact that refers to its files where they lie
+(nothing is copied or hashed), and an alert for each skipped step and each warning.
+
 The client buffers rows for up to 15 seconds and loses them when the process is killed; here they are written
 out every 50 ms, and :meth:`WandbLogger.settle`, called for every checkpoint, waits until they are in the file:
 what a resumed run will not log again is on disk before the checkpoint says so.
@@ -27,11 +32,12 @@ import os
 import re
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from qeffect_lm.errors import QEffectError, UsageError
+from qeffect_lm.errors import UsageError
 from qeffect_lm.runtime.metrics import StepMetrics
 
 MODES = ("disabled", "offline", "online")
@@ -50,11 +56,10 @@ class WandbLogger:
     continues after. ``notice`` gets one-line messages for the user. ``settings`` adds to or overrides the
     client's settings.
 
-    ``mode`` afterwards is the mode in force: ``disabled`` also where the client is not installed,
-    ``offline`` also where an online start found no server (each with a notice).
+    ``mode`` afterwards is the mode in force: ``disabled`` also where the client is not installed or cannot start,
+    ``offline`` also where an online start found no login or no server (each with a notice).
 
-    Raises UsageError for an unknown mode or an online start without login, QEffectError when the client
-    cannot start.
+    Raises UsageError for an unknown mode.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class WandbLogger:
         self._resumed = dict(resumed) if resumed else None
         self._run: Any = None
         self._file: Path | None = None
+        self._events: deque[Mapping[str, Any]] = deque()  # that the next row takes along
         self._last_log: float | None = None
         self._settled_size = 0
         self._settled_log: float | None = None  # when the last row was logged that is known to be in the file
@@ -96,6 +102,18 @@ class WandbLogger:
         common: dict[str, Any] = {"project": project, "entity": entity, "dir": root, "job_type": "train"}
         common["config"] = {**(config or {}), **({"resumed_from_step": resume_step} if resumed else {})}
         self._start(common, name, group, resume_step)
+        if resumed and self._run is not None and self._state is not None:
+            notice(self._said(resume_step))
+
+    def _said(self, resume_step: int) -> str:
+        """What a resume does, in a line."""
+        assert self._state is not None and self._resumed is not None
+        run, segment = self._state["run_id"], self._state["segment"]
+        again = f"steps after {resume_step} that it has already are logged once more, as segment {segment}"
+        if run == self._resumed.get("run_id"):
+            return f"wandb: goes on with run {run}; {again}"
+        group, before = self._state["group"], self._resumed.get("run_id")
+        return f"wandb: a new run {run} of group {group} begins after step {resume_step}; {before} keeps its steps"
 
     def log(self, metrics: StepMetrics) -> None:
         """Log one step under ``global_step``. A client that fails is given up with a notice; training goes
@@ -110,6 +128,7 @@ class WandbLogger:
                 row[key] = value
         row["skipped"] = int(metrics.skipped)
         try:
+            self._send_events()
             # Without step=: the client's own step must not decide what is kept.
             self._run.log({"global_step": metrics.step, "segment": self._segment, **row})
         except Exception as error:
@@ -118,6 +137,41 @@ class WandbLogger:
         self._last_log = time.monotonic()
         assert self._state is not None
         self._state["last_step"] = metrics.step
+
+    def picture(self, name: str, svg: str, step: int) -> None:
+        """Show an SVG with the run."""
+        if self._run is None:
+            return
+        try:
+            self._run.log({"global_step": step, name: self._client.Html(svg, inject=False)})
+        except Exception as error:
+            self._give_up(error, step)
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """One of the run's events (:mod:`qeffect_lm.runtime.events`), from any thread; it goes with the next row."""
+        if self._run is not None and event["event"] in ("save_durable", "skip", "warning"):
+            self._events.append(event)
+
+    def _send_events(self) -> None:
+        while self._events:
+            event = self._events.popleft()
+            step = event["step"]
+            if event["event"] == "save_durable":
+                self._refer(Path(event["path"]).absolute(), step, event.get("bytes"))
+            elif event["event"] == "skip":
+                text = f"step {step} was skipped: {event.get('reason')} (loss {event.get('loss')})"
+                self._run.alert("step skipped", text, level="WARN")
+            else:
+                self._run.alert(f"warning: {event['kind']}", f"step {step}: {event['text']}", level="WARN")
+
+    def _refer(self, path: Path, step: int, size: int | None) -> None:
+        """A checkpoint as an artifact of references; one that retention has removed already is left out."""
+        if not path.is_dir():
+            return
+        base = str((self._state or {}).get("run_id", "")).split("-s")[0]
+        artifact = self._client.Artifact(f"checkpoint-{base}", type="checkpoint", metadata={"step": step, "bytes": size})
+        artifact.add_reference(path.as_uri(), name=path.name, checksum=False)
+        self._run.log_artifact(artifact, aliases=[f"step-{step}"])
 
     def state(self, wait: bool = True) -> dict[str, Any] | None:
         """What a checkpoint's manifest records: ``run_id``, ``group``, ``segment``, ``last_step``, ``mode``.
@@ -136,6 +190,11 @@ class WandbLogger:
 
     def finish(self, exit_code: int = 0) -> None:
         """End the run (not zero: shown as failed) and write everything out; twice is fine."""
+        if self._run is not None:
+            try:
+                self._send_events()
+            except Exception as error:
+                self._notice(f"wandb: the last events were not logged ({_first_line(error)})")
         run, self._run = self._run, None
         if run is None:
             return
@@ -148,20 +207,23 @@ class WandbLogger:
             )
 
     def _start(self, common: dict[str, Any], name: str, group: str | None, resume_step: int) -> None:
-        """Start a run, offline when the server cannot be reached."""
+        """Start a run, offline when there is no login or no server, else none. Nothing here ends a training run."""
         try:
             self._init(common, name, group, resume_step)
-        except self._client.errors.UsageError as error:
-            raise UsageError(
-                f"wandb cannot start {self.mode}: {_first_line(error)}. Log in with `wandb login`, or set "
-                "logging.wandb=offline or logging.wandb=disabled"
-            ) from error
-        except self._client.errors.CommError as error:
+            return
+        except Exception as error:
             if self.mode == "offline":
-                raise QEffectError(f"wandb cannot start offline: {_first_line(error)}") from error
-            self._notice(f"wandb: no connection ({_first_line(error)}); logging this run offline instead")
-            self.mode = "offline"
-            self._init(common, name, group, resume_step)
+                self._notice(f"wandb cannot start offline ({_first_line(error)}); metrics go to metrics.jsonl only")
+                self.mode, self._run, self._state = "disabled", None, self._resumed
+                return
+            login = isinstance(error, self._client.errors.UsageError)
+            what = "no login" if login else "no connection"
+            self._notice(
+                f"wandb: {what} ({_first_line(error)}); logging this run offline instead"
+                + (": log in with `wandb login`, and upload it later with `wandb sync`" if login else "")
+            )
+        self.mode = "offline"
+        self._start(common, name, group, resume_step)
 
     def _init(self, common: dict[str, Any], name: str, group: str | None, resume_step: int) -> None:
         previous = self._resumed or {}

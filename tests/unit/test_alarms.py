@@ -65,6 +65,19 @@ def test_amax_jump() -> None:
     assert Heard(warn_amax_jump=None).alarms.scales(10, seen([0], jump=1e9)) is None
 
 
+def test_underflow() -> None:
+    for share, warned in ((0.49, False), (0.51, True)):
+        heard = Heard(warn_underflow=0.5)
+        heard.alarms.underflow(20, {"layers.0.input": 0.1, "layers.1.grad_output": share})
+        assert [(kind, values["role"], values["roles"]) for kind, _, _, values in heard.said] == [
+            ("underflow", "layers.1.grad_output", 1)
+        ] * warned
+    quiet = Heard(warn_underflow=None)
+    quiet.alarms.underflow(20, {"layers.0.input": 1.0})
+    heard.alarms.underflow(900, {})
+    assert quiet.said == [] and len(heard.said) == 1
+
+
 def test_rate() -> None:
     """One of a kind in warn_every steps, the next says how many were held back; another kind is not held back by it."""
     heard = Heard(warn_every=100)

@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("qeffect_lm", "models", "pipeline", "checkpoint", "tools")
 SIBLINGS = ("models", "pipeline", "checkpoint")
 COMPOSERS = ("qeffect_lm.app", "qeffect_lm.integrations", "qeffect_lm.testing")  # may know the siblings
-OPTIONAL = ("transformer_engine", "cudnn", "wandb", "matplotlib", "transformers", "tokenizers", "apex", "pyarrow", "zstandard")
+OPTIONAL = ("transformer_engine", "cudnn", "wandb", "matplotlib", "transformers", "tokenizers", "apex", "pyarrow", "zstandard",
+            "tensorboardX")  # fmt: skip
 MAX_FILE, MAX_FUNCTION = 600, 120
 
 

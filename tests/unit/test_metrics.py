@@ -223,14 +223,17 @@ class _Terminal(io.StringIO):
         return True
 
 
+EXTRA = {"mfu": 0.4123, "memory_bytes": 3 * 2**30, "bubble": 0.051, "bubble_plan": 0.09, "data_wait_ms": 1.6}
+
+
 def _show(mode: str, stream: io.StringIO, steps: int = 40, seconds: float = 1.0) -> Progress:
     clock = _Clock()
     with Progress(steps, mode=mode, stream=stream, interval_seconds=10.0, clock=clock) as progress:
         for step in range(1, steps + 1):
             clock.now += seconds
-            progress.update(
-                _metrics(step, 5.0 - step / 10, skipped=step == 7, eval_loss=3.5 if step == 15 else None)
-            )
+            extra = EXTRA | ({"checkpoint_stall_ms": 120.4} if step == 25 else {})
+            held_out = 3.5 if step == 15 else None
+            progress.update(_metrics(step, 5.0 - step / 10, skipped=step == 7, eval_loss=held_out, extra=extra))
             if step == 25:
                 progress.message("saved step 25")
     return progress
@@ -244,28 +247,48 @@ def test_plain_lines() -> None:
     lines = stream.getvalue().splitlines()
     shown = [int(match[1]) for line in lines if (match := re.match(r"step (\d+)/40  ", line))]
     assert shown == [1, 11, 15, 25, 35, 40]
-    rest = "10,000 tok/s  ETA 0:00  12 ms  lr 1.0e-03  scale epoch 40"
-    assert lines[-1] == f"step 40/40  loss 1.000  skipped 1  {rest}"
+    rest = "norm 0.500  lr 1.0e-03  MFU 41.2%  mem 3 GiB  bubble 5.1%  scale epoch 40  data wait 2 ms"
+    assert lines[-1] == f"step 40/40  loss 1.000  skipped 1  10,000 tok/s  ETA 0:00  12 ms  {rest}"
+    assert [line.split()[1] for line in lines if line.endswith("checkpoint stall 120 ms")] == ["25/40"]
     held_out = [line for line in lines if "held-out 3.500" in line]
     assert len(held_out) == 1 and held_out[0].startswith("step 15/40")  # said where it was measured, not repeated
     assert "saved step 25" in lines and "held-out" not in lines[1] and "skipped" not in lines[0]
     assert "\x1b" not in stream.getvalue() and "\r" not in stream.getvalue()
 
 
-def test_bar_stays_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal one line is redrawn in place and cut to the width; messages stand above it."""
+def test_bar_stays_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal two lines are redrawn in place and cut to the width; messages stand above them."""
     for width in (60, 150):
         monkeypatch.setenv("COLUMNS", str(width))
         monkeypatch.setenv("TERM", "xterm")
         stream = _Terminal()
         assert _show("auto", stream).mode == "bar"
-        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
-        # What is left on the screen: of each line the part behind its last carriage return.
-        lines = [line.split("\r")[-1].rstrip() for line in text.split("\n")]
-        message, last = [line for line in lines if line]
-        assert message == "saved step 25" and "40/40" in last
-        assert max(len(part) for line in text.split("\n") for part in line.split("\r")) <= width
-        assert ("scale epoch 40" in last) == (width == 150)
+        message, first, second = _screen(stream.getvalue())
+        assert message == "saved step 25" and "40/40  loss 1.000" in first and second.strip().startswith("norm 0.500  lr")
+        assert max(map(len, (first, second))) <= width
+        assert ("checkpoint stall 120 ms" in second) == (width == 150) and ("━" in first) == (width == 150)
+
+
+def _screen(written: str) -> list[str]:
+    """What a terminal shows: lines, with what rich uses of the control sequences (up, erase line, return)."""
+    lines, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", written):
+        if part == "\n":
+            row, column = row + 1, 0
+            lines += [""] * (row + 1 - len(lines))
+        elif part == "\r":
+            column = 0
+        elif part.startswith("\x1b"):
+            if part.endswith("A"):
+                row -= int(part[2:-1] or 1)
+            elif part.endswith("K"):
+                lines[row] = ""
+            else:
+                assert part[-1] in "mhl", part
+        else:
+            lines[row] = lines[row].ljust(column)[:column] + part + lines[row][column + len(part) :]
+            column += len(part)
+    return [line.rstrip() for line in lines if line.strip()]
 
 
 def test_bar_redraws_are_limited() -> None:
@@ -307,7 +330,7 @@ def test_times_and_odd_values() -> None:
     stream = io.StringIO()
     with Progress(101, start_step=50, mode="plain", stream=stream) as progress:
         progress.update(StepMetrics(51, math.nan, math.inf, None, 0, None, 2000.0))
-    assert stream.getvalue().startswith("step 51/101  loss nan  ETA 1:40  2,000 ms\n")
+    assert stream.getvalue().startswith("step 51/101  loss nan  ETA 1:40  2,000 ms  norm inf\n")
 
 
 def test_plot(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from qeffect_lm.errors import QEffectError
 from qeffect_lm.runtime.events import EventLog
 from qeffect_lm.runtime.loop import train as real_train
 from qeffect_lm.runtime.provenance import git_state, versions
-from tests.runs import metrics_of, run_here, write_config
+from tests.runs import assert_same_run, metrics_of, run_here, write_config
 
 KEYS = ("logging.watch_every=2", "logging.scales_every=4", "logging.timeline_every=5", "train.eval_every=6",
         "checkpoint.every=6", "logging.warn_amax_jump=1.0", "logging.warn_every=3")  # fmt: skip
@@ -125,6 +125,21 @@ def test_warnings_are_events_and_lines(runs: Path, capsys: pytest.CaptureFixture
     (said,) = (one for one in read_events(runs / "said") if one["event"] == "warning")
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
     assert lines == [f"WARNING: step 2: {said['text']}"] and said["role"] in lines[0]
+
+
+def test_underflow_is_sampled_when_told_so(runs: Path) -> None:
+    """The metrics' means are those of the lines; the run is the one without samples."""
+    assert run_here(runs, "sampled", *KEYS, "logging.underflow_every=4", "logging.warn_underflow=0.0")[0] == 0
+    assert assert_same_run(runs, "a", "sampled") > 100
+    lines = {line.step: line for line in read_scales(runs / "sampled")}
+    for step, line in lines.items():
+        assert line.underflow is not None and len(line.underflow) == len(line.roles)
+        for kind in ("input", "weight", "grad_output"):
+            shares = [s for role, s in zip(line.roles, line.underflow, strict=True) if role.endswith(f".{kind}")]
+            (extra,) = (m.extra for m in metrics_of(runs, "sampled") if m.step == step)
+            assert extra[f"underflow_{kind}"] == pytest.approx(sum(shares) / len(shares), rel=1e-4)  # type: ignore[arg-type]
+    assert [one["step"] for one in read_events(runs / "sampled") if one.get("kind") == "underflow"] == [4, 8, 12]
+    assert all(line.underflow is None for line in read_scales(runs / "a"))
 
 
 def test_nothing_is_watched_when_told_so(runs: Path) -> None:

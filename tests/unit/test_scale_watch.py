@@ -8,8 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.calibrate import sample_underflow
+from qeffect_lm.app.watching import recipe_of
 from qeffect_lm.contract.timeline import Direction, ScaleRole, ScaleTimeline
+from qeffect_lm.fp8.quantise import E4M3, E5M2, quantise, underflow
 from qeffect_lm.runtime.scale_watch import ScaleWatch, Windows
+from tests.tiny import batch, differing
+from tests.unit.engine_support import FP8_LINEARS, make, step, tensors
 
 ROLES = [ScaleRole("a.input", Direction.FORWARD, 448.0), ScaleRole("b.input", Direction.FORWARD, 448.0),
          ScaleRole("a.grad_output", Direction.BACKWARD, 57344.0)]  # fmt: skip
@@ -125,3 +130,35 @@ def test_nothing_seen_is_nothing_told() -> None:
     windows = ScaleWatch(ScaleTimeline(ROLES)).windows()
     assert windows.seen.sum() == windows.saturated.sum() == 0 and windows.jump.max() == 0 and np.isnan(windows.room).all()
     assert ScaleWatch(ScaleTimeline([])).windows().names == []
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+def test_underflow_is_what_the_cast_does(fmt: Any) -> None:
+    """Of values around the smallest number, ties and zeros among them: the share that the quantisation itself makes zero."""
+    generator = torch.Generator().manual_seed(0)
+    smallest = torch.finfo(fmt.dtype).tiny * torch.finfo(fmt.dtype).eps
+    edges = torch.tensor([0.0, 0.5, 0.5000001, 0.4999999, 1.0, -0.5, -0.6]).repeat(10)
+    for scale in (1.0, 64.0):
+        values = torch.cat([edges, torch.randn(90, generator=generator)]) * smallest / scale
+        x = values[:160].view(16, 10).float()
+        made = quantise(x, torch.tensor(scale), fmt).rows
+        assert made is not None
+        lost = ((made.float() == 0) & (x != 0)).sum() / (x != 0).sum()
+        assert 0.2 < float(lost) < 0.8 and underflow(x, torch.tensor(scale), fmt) == lost
+    assert underflow(torch.zeros(16, 16), torch.tensor(1.0), fmt) == 0
+
+
+@pytest.mark.parametrize("backend", ["eager", "host_replay"])
+def test_a_sample_changes_nothing(backend: str) -> None:
+    """Between two steps: all state and the next step are those of a run without; scales that are too small lose values."""
+    plain, sampled = make(backend), make(backend)
+    step(plain, 0), step(sampled, 0)
+    shares = sample_underflow(sampled.engine, batch(1), recipe_of(sampled))
+    assert len(shares) == 3 * FP8_LINEARS and set(shares) == set(sampled.timeline.index)
+    assert all(0 <= share < 0.1 for share in shares.values()) and max(shares.values()) > 0
+    assert differing(tensors(plain), tensors(sampled)) == []
+    assert step(plain, 1) == step(sampled, 1) and differing(tensors(plain), tensors(sampled)) == []
+    role = "layers.0.mlp.down.input"
+    sampled.timeline.scale_of(role).mul_(2.0**-14)
+    again = sample_underflow(sampled.engine, batch(1), recipe_of(sampled))
+    assert again[role] > 0.2 and all(again[name] < 0.1 for name in again if name != role)

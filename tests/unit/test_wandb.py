@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -190,7 +191,7 @@ def test_offline_contacts_nobody(tmp_path: Path) -> None:
 
 
 def test_online_without_login_or_server(tmp_path: Path) -> None:
-    """No login: a usage error that says what to do. No server: the run is logged offline, and says so."""
+    """No login, no server: the run is logged offline and says so once, with what to do."""
     wandb = pytest.importorskip("wandb")
     notices: list[str] = []
     nowhere = QUICK | {
@@ -203,16 +204,20 @@ def test_online_without_login_or_server(tmp_path: Path) -> None:
     def init(**kwargs: Any) -> None:
         raise wandb.errors.UsageError("No API key configured. Use `wandb login` to log in.")
 
-    client = types.SimpleNamespace(init=init, setup=wandb.setup, Settings=wandb.Settings, errors=wandb.errors)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "wandb", client)
-        with pytest.raises(UsageError, match="wandb login.*logging.wandb=offline"):
-            WandbLogger("online", settings=nowhere, **arguments)
-    logger = WandbLogger("online", settings=nowhere | {"api_key": "0" * 40}, **arguments)
-    logger.log(_metrics(1))
-    logger.finish()
-    assert logger.mode == "offline" and len(notices) == 1 and "offline instead" in notices[0]
-    assert [row["global_step"] for row in _history(_run_file(logger))] == [1]
+    real = wandb.init
+    for why in ("no login", "no connection"):
+        notices.clear()
+        settings = nowhere | ({"api_key": "0" * 40} if why == "no connection" else {})
+        with pytest.MonkeyPatch.context() as patch:
+            if why == "no login":  # as the client has it where no key is found and it may not ask
+                patch.setattr(wandb, "init", lambda **named: (real if named["settings"].mode == "offline" else init)(**named))
+            logger = WandbLogger("online", settings=settings, **arguments)
+        logger.log(_metrics(1))
+        logger.finish()
+        (line,) = notices
+        assert logger.mode == "offline" and f"wandb: {why} (" in line and "offline instead" in line
+        assert ("wandb login" in line) == (why == "no login") and "\n" not in line
+        assert [row["global_step"] for row in _history(_run_file(logger))] == [1]
 
 
 class _StubClient:
@@ -264,16 +269,22 @@ def test_online_resume_continues_the_run(stub: _StubClient, tmp_path: Path) -> N
     first.log(_metrics(5))
     state = first.state()
     assert state is not None and state["last_step"] == 5 and first.url == "https://server/run"
-    second = WandbLogger("online", resumed=state, resume_step=5, **arguments)
+    said: list[str] = []
+    second = WandbLogger("online", resumed=state, resume_step=3, notice=said.append, **arguments)
+    assert said == [
+        f"wandb: goes on with run {state['run_id']}; steps after 3 that it has already are logged once more, as segment 1"
+    ]
     for step in (6, 7):
         second.log(_metrics(step))
     one, two = stub.started
     assert one["id"] == two["id"] == state["run_id"] and one["group"] == two["group"]
     assert one["resume"] == two["resume"] == "allow"
-    assert two["config"]["resumed_from_step"] == 5 and "resumed_from_step" not in one["config"]
+    assert two["config"]["resumed_from_step"] == 3 and "resumed_from_step" not in one["config"]
     assert [(row["global_step"], row["segment"]) for row in stub.rows] == [(5, 0), (6, 1), (7, 1)]
     assert not any("step" in row for row in stub.rows)
-    offline = WandbLogger("offline", resumed=second.state(), resume_step=7, **arguments)
+    offline = WandbLogger("offline", resumed=second.state(), resume_step=7, notice=said.append, **arguments)
+    run = offline.state()["run_id"]  # type: ignore[index]
+    assert said[1] == f"wandb: a new run {run} of group {one['group']} begins after step 7; {one['id']} keeps its steps"
     online = WandbLogger("online", resumed=offline.state(), resume_step=7, **arguments)
     three, four = stub.started[2:]
     assert len({run["id"] for run in stub.started}) == 3 and {run["group"] for run in stub.started} == {
@@ -294,6 +305,70 @@ def test_a_failing_client_does_not_stop_training(stub: _StubClient, tmp_path: Pa
     logger.finish()
     assert len(notices) == 1 and "the service died)" in notices[0] and "steps from 2 on" in notices[0]
     assert logger.state()["last_step"] == 1  # type: ignore[index]
+
+
+def test_a_client_that_cannot_start_at_all(stub: _StubClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither online nor offline: two lines, and training goes on; what the checkpoint recorded is passed on."""
+
+    def init(**kwargs: Any) -> None:
+        raise OSError("no space for its service\nlong story")
+
+    monkeypatch.setattr(stub, "init", init)
+    notices: list[str] = []
+    resumed = {"run_id": "abc-s0-ffff", "group": "g", "segment": 3, "last_step": 40, "mode": "online"}
+    logger = WandbLogger("online", project="p", directory=tmp_path, resumed=resumed, notice=notices.append)
+    logger.event({"event": "skip", "step": 1})
+    logger.picture("plan", "<svg/>", 0)
+    logger.log(_metrics(1))
+    logger.finish()
+    assert logger.mode == "disabled" and logger.state() == resumed
+    assert [line.split("(")[0] for line in notices] == ["wandb: no connection ", "wandb cannot start offline "]
+
+
+EVENTS = [
+    {"event": "start", "step": 0},
+    {"event": "save_durable", "step": 3, "path": "checkpoints/step_00000003", "bytes": 5},
+    {"event": "save_durable", "step": 2, "path": "checkpoints/step_00000002", "bytes": 5},
+    {"event": "skip", "step": 7, "reason": "spike of the loss", "loss": 9.0},
+    {"event": "warning", "step": 8, "kind": "amax_jump", "text": "it jumped"},
+]
+
+
+def test_checkpoints_the_plan_and_alerts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the real client: a checkpoint that exists is referred to, file by file, not copied; alerts of skips and warnings."""
+    pytest.importorskip("wandb")
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "checkpoints" / "step_00000003"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("12345")
+    logger = WandbLogger("offline", project="p", directory=tmp_path, settings=QUICK)
+    logger.picture("plan", "<svg/>", 0)
+    for event in EVENTS[:3]:
+        logger.event(event)
+    logger.log(_metrics(4))
+    for event in EVENTS[3:]:
+        logger.event(event)
+    logger.finish()  # the last events go with no row
+    deadline, kinds = time.monotonic() + 20, []
+    while "exit" not in kinds and time.monotonic() < deadline:  # the client's file is complete a moment later
+        records = list(_records(_run_file(logger)))
+        kinds = [record.WhichOneof("record_type") for record in records]
+    (artifact,) = (record.artifact for record in records if record.WhichOneof("record_type") == "artifact")
+    base = logger.state()["run_id"].split("-s")[0]  # type: ignore[index]
+    assert (artifact.name, artifact.type, json.loads(artifact.metadata)) == (
+        f"checkpoint-{base}", "checkpoint", {"step": 3, "bytes": 5},
+    )  # fmt: skip
+    assert "step-3" in artifact.aliases
+    (entry,) = artifact.manifest.contents
+    assert (entry.path, entry.ref) == ("step_00000003/manifest.json", (folder / "manifest.json").as_uri())
+    alerts = [record.alert for record in records if record.WhichOneof("record_type") == "alert"]
+    assert [(alert.title, alert.text, alert.level) for alert in alerts] == [
+        ("step skipped", "step 7 was skipped: spike of the loss (loss 9.0)", "WARN"),
+        ("warning: amax_jump", "step 8: it jumped", "WARN"),
+    ]
+    first = _history(_run_file(logger))[0]
+    assert first["global_step"] == 0 and logger.directory is not None
+    assert (logger.directory / "files" / first["plan.path"]).read_text() == "<svg/>"
 
 
 @pytest.mark.parametrize("how", ["disabled", "absent", "folder"])
