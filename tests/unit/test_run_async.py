@@ -128,7 +128,7 @@ def test_what_is_being_written_is_finished_before_the_run_ends(folder: Path, mon
 
     def slow() -> None:
         until = time.monotonic() + (20 if how == "SIGTERM" else 0.3)
-        while time.monotonic() < until and "waiting" not in {one["event"] for one in events_of(folder, name)}:
+        while time.monotonic() < until and "save_waiting" not in {one["event"] for one in events_of(folder, name)}:
             time.sleep(0.01)
 
     disk(monkeypatch, 2, slow)
@@ -148,7 +148,7 @@ def test_what_is_being_written_is_finished_before_the_run_ends(folder: Path, mon
     if how == "SIGTERM":
         assert train_run(config, LaunchEnv.from_mapping({}), said.append, signals) == 0  # type: ignore[arg-type]
         assert "stopped by SIGTERM at step 3 of 6, saved" in said[-1]
-        assert [(one["step"], one["other"]) for one in events_of(folder, name) if one["event"] == "waiting"] == [(3, 2)]
+        assert [(one["step"], one["other"]) for one in events_of(folder, name) if one["event"] == "save_waiting"] == [(3, 2)]
     else:
         with pytest.raises(ValueError, match="step 3 broke"):
             train_run(config, LaunchEnv.from_mapping({}), said.append, signals)  # type: ignore[arg-type]
