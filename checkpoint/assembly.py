@@ -40,7 +40,7 @@ class Report:
 
 def owns(item: LogicalTensor, coords: Mapping[str, int]) -> bool:
     """Whether the rank at ``coords`` is the one that writes this piece."""
-    return item.per_rank or all(coords.get(axis, 0) == 0 for axis in item.replicated)
+    return not item.copy and (item.per_rank or all(coords.get(axis, 0) == 0 for axis in item.replicated))
 
 
 def check(item: LogicalTensor) -> None:

@@ -84,22 +84,25 @@ def check_replicas(items: Sequence[LogicalTensor], comm: Communicator, mesh: Mes
     """
     if mesh.world == 1:
         return
-    names = [item.name for item in items if ("dp" if mesh.size("dp") > 1 else "pp") in item.replicated]
-    if mesh.size("dp") == 1:  # what some pipeline rank has a copy of, its owner does not know
-        names = [name for told in comm.broadcast(comm.gather(names)) for name in told]
-    alike = set(names)
-    gathered = comm.gather((mesh.coords, {item.name: digest(item.tensor) for item in items if item.name in alike}))
+    pieces = {(item.name, tuple(item.start), tuple(item.tensor.shape)): item for item in items}
+    shared = [key for key, item in pieces.items() if item.copy or any(mesh.size(axis) > 1 for axis in item.replicated)]
+    # What some rank has a copy of, its owner need not know.
+    alike = {key for told in comm.broadcast(comm.gather(shared)) for key in told}
+    gathered = comm.gather((mesh.coords, {key: digest(item.tensor) for key, item in pieces.items() if key in alike}))
     _raise_first(None if gathered is None else _first_disagreement(gathered), comm)
 
 
-def _first_disagreement(gathered: Sequence[tuple[dict[str, int], dict[str, str]]]) -> str | None:
-    first: dict[str, tuple[int, str]] = {}
+_Piece = tuple[str, tuple[int, ...], tuple[int, ...]]  # name, start, shape
+
+
+def _first_disagreement(gathered: Sequence[tuple[dict[str, int], dict[_Piece, str]]]) -> str | None:
+    first: dict[_Piece, tuple[int, str]] = {}
     for rank, (_, digests) in enumerate(gathered):
-        for name, value in digests.items():
-            before = first.setdefault(name, (rank, value))
+        for piece, value in digests.items():
+            before = first.setdefault(piece, (rank, value))
             if before[1] != value:
                 ranks = f"ranks {before[0]} and {rank}"
-                return f"tensor {name!r} is replicated, but {ranks} hold different bytes of it; nothing is saved"
+                return f"tensor {piece[0]!r} is replicated, but {ranks} hold different bytes of it; nothing is saved"
     return None
 
 

@@ -19,6 +19,7 @@ from qeffect_lm.layers.context import LayerContext
 from qeffect_lm.layers.dropout import KeyedDropout
 from qeffect_lm.layers.linear import SplitLinear
 from qeffect_lm.layers.te import TEBlock, TELinear
+from qeffect_lm.parallel.tensor import TensorParallel
 
 
 class DecoderBlock(Layer):
@@ -29,13 +30,13 @@ class DecoderBlock(Layer):
     """
 
     def __init__(
-        self, name: str, attention_norm: Layer, attention: Layer, mlp_norm: Layer, mlp: Layer, dropout: float
+        self, name: str, attention_norm: Layer, attention: Layer, mlp_norm: Layer, mlp: Layer, dropout: float, before: int = 0
     ) -> None:
         super().__init__(name)
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
-        self.attention_dropout = KeyedDropout(f"{name}.attention_dropout", dropout)
-        self.mlp_dropout = KeyedDropout(f"{name}.mlp_dropout", dropout)
+        self.attention_dropout = KeyedDropout(f"{name}.attention_dropout", dropout, before)
+        self.mlp_dropout = KeyedDropout(f"{name}.mlp_dropout", dropout, before)
 
     @property
     def tail(self) -> Deferred | None:
@@ -62,9 +63,10 @@ class Decoder:
         backend: who runs the decoder layers, ``native`` or ``te`` (Transformer Engine).
         recompute: activations that I makes again, ``none``, ``full`` or ``selective`` (:mod:`qeffect_lm.layers.recompute`).
         recompute_layers: of which decoder layers; None: of all.
+        tp: this rank's place among those that share each layer (``dataclasses.replace`` gives one); None: there are no others.
 
     Raises:
-        UsageError: the backend cannot run a part.
+        UsageError: the backend cannot run a part, or a part cannot be cut over ranks.
     """
 
     hidden_size: int
@@ -84,8 +86,16 @@ class Decoder:
     backend: str = "native"
     recompute: str = "none"
     recompute_layers: tuple[int, ...] | None = None
+    tp: TensorParallel | None = None
 
     def __post_init__(self) -> None:
+        if self.tp is not None:
+            for part in (self.embedding, self.norm, self.attention, self.mlp, self.head, self.loss):
+                if not getattr(part, "parallel", False):
+                    raise UsageError(
+                        f"parallel.tp {self.tp.size}: {type(part).__name__} cannot be cut over tensor-parallel ranks: set "
+                        "parallel.tp=1"
+                    )
         if self.backend != "te":
             return
         for part in (self.norm, self.attention, self.mlp):
@@ -106,7 +116,10 @@ class Decoder:
         native = self.backend == "native" or layer is None
         kind = SplitLinear if native else TELinear
         selective = layer is not None and self.recomputes(layer) == "selective"
-        return Place(name, self.hidden_size, self.num_layers, self.dtype, self.init_std, layer, recipe, kind, selective)
+        return Place(
+            name, self.hidden_size, self.num_layers, self.dtype, self.init_std, layer, recipe, kind, selective,
+            self.tp, self.vocab_size,
+        )  # fmt: skip
 
     def recomputes(self, layer: int) -> str:
         """What I makes again of a decoder layer: ``none``, ``full`` or ``selective``."""
@@ -167,6 +180,7 @@ class Decoder:
     def block(self, i: int) -> DecoderBlock | TEBlock:
         """Decoder layer ``i``."""
         attention_norm, attention, mlp_norm, mlp = (part.build(place) for part, place in self.slots(i))
-        block = DecoderBlock(f"layers.{i}", attention_norm, attention, mlp_norm, mlp, self.dropout)
+        before = self.place(f"layers.{i}", i).before
+        block = DecoderBlock(f"layers.{i}", attention_norm, attention, mlp_norm, mlp, self.dropout, before)
         block.recompute = self.recomputes(i) == "full"
         return block if self.backend == "native" else TEBlock(block)

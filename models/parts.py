@@ -21,11 +21,16 @@ from qeffect_lm.layers.loss import CrossEntropyLoss
 from qeffect_lm.layers.mlp import GatedMLP, PlainMLP
 from qeffect_lm.layers.norm import LayerNorm, RMSNorm
 from qeffect_lm.layers.rope import Rope
+from qeffect_lm.parallel.cuts import Even, GroupedHeads, Vocabulary
+from qeffect_lm.parallel.linear import ColumnParallelLinear
+from qeffect_lm.parallel.vocabulary import ParallelCrossEntropy, ParallelEmbedding
 
 
 @dataclass(frozen=True)
 class RMSNormPart:
     """RMSNorm over the residual stream."""
+
+    parallel = True
 
     eps: float = 1e-5
 
@@ -43,6 +48,8 @@ class RMSNormPart:
 @dataclass(frozen=True)
 class LayerNormPart:
     """LayerNorm over the residual stream, with a bias."""
+
+    parallel = True
 
     eps: float = 1e-5
 
@@ -70,6 +77,8 @@ class AttentionPart:
         window: tokens that a token sees, itself included; None: all before it.
         full_layers: the first so many decoder layers have no window.
     """
+
+    parallel = True
 
     heads: int
     kv_heads: int
@@ -102,21 +111,26 @@ class AttentionPart:
         heads, qkv = self._sizes
         d, query = self.head_dim, self.heads // self.kv_heads * self.head_dim
         rows = tuple((self.kv_heads, *rows) for rows in ((0, query), (query, query + d), (query + d, query + 2 * d)))
-        specs = place.matrix("qkv", place.hidden_size, qkv, bias=self.bias != "none", rows=rows)
+        specs = place.matrix("qkv", place.hidden_size, qkv, bias=self.bias != "none", rows=rows, cut=self._cut)
         specs += place.matrix("out", heads, place.hidden_size, bias=self.bias == "all", residual=True)
         if self.qk_norm:
-            specs += [place.vector("q_norm.weight", d), place.vector("k_norm.weight", d)]
+            specs += [place.vector(f"{which}_norm.weight", d, summed="always") for which in ("q", "k")]
         return specs
+
+    @property
+    def _cut(self) -> GroupedHeads:
+        return GroupedHeads(self.heads, self.kv_heads, self.head_dim)
 
     def build(self, place: Place) -> Layer:
         heads, qkv = self._sizes
+        own_heads, own_kv_heads = (self.heads, self.kv_heads) if place.tp is None else self._cut.local(place.tp.size)
         norms = [RMSNorm(f"{place.name}.{which}", self.head_dim, self.norm_eps, place.dtype) for which in ("q_norm", "k_norm")]
         return Attention(
             place.name,
-            place.linear("qkv", place.hidden_size, qkv, bias=self.bias != "none"),
-            place.linear("out", heads, place.hidden_size, bias=self.bias == "all"),
-            heads=self.heads,
-            kv_heads=self.kv_heads,
+            place.column("qkv", place.hidden_size, qkv, bias=self.bias != "none", cut=self._cut),
+            place.row("out", heads, place.hidden_size, bias=self.bias == "all"),
+            heads=own_heads,
+            kv_heads=own_kv_heads,
             head_dim=self.head_dim,
             max_positions=self.max_positions,
             rope=self.rope,
@@ -132,6 +146,8 @@ class AttentionPart:
 class GatedMLPPart:
     """``down(activation(gate) * up)``: with ``silu`` SwiGLU."""
 
+    parallel = True
+
     ffn_size: int
     activation: str = "silu"
     bias: bool = False
@@ -144,18 +160,22 @@ class GatedMLPPart:
 
     def parameters(self, place: Place) -> list[ParameterSpec]:
         f = self.ffn_size
-        specs = place.matrix("gate_up", place.hidden_size, 2 * f, bias=self.bias, rows=((1, 0, f), (1, f, 2 * f)))
+        rows, cut = ((1, 0, f), (1, f, 2 * f)), Even(2 * f, blocks=2)
+        specs = place.matrix("gate_up", place.hidden_size, 2 * f, bias=self.bias, rows=rows, cut=cut)
         return specs + place.matrix("down", f, place.hidden_size, bias=self.bias, residual=True)
 
     def build(self, place: Place) -> Layer:
-        gate_up = place.linear("gate_up", place.hidden_size, 2 * self.ffn_size, bias=self.bias)
-        down = place.linear("down", self.ffn_size, place.hidden_size, bias=self.bias)
+        cut = Even(2 * self.ffn_size, blocks=2)  # a rank's gate and up are of the same features
+        gate_up = place.column("gate_up", place.hidden_size, 2 * self.ffn_size, bias=self.bias, cut=cut)
+        down = place.row("down", self.ffn_size, place.hidden_size, bias=self.bias)
         return GatedMLP(place.name, gate_up, down, self.activation, selective=place.selective)
 
 
 @dataclass(frozen=True)
 class PlainMLPPart:
     """``down(activation(up))``."""
+
+    parallel = True
 
     ffn_size: int
     activation: str = "gelu_new"
@@ -170,18 +190,20 @@ class PlainMLPPart:
         return specs + place.matrix("down", self.ffn_size, place.hidden_size, bias=self.bias, residual=True)
 
     def build(self, place: Place) -> Layer:
-        up = place.linear("up", place.hidden_size, self.ffn_size, bias=self.bias)
-        down = place.linear("down", self.ffn_size, place.hidden_size, bias=self.bias)
+        up = place.column("up", place.hidden_size, self.ffn_size, bias=self.bias)
+        down = place.row("down", self.ffn_size, place.hidden_size, bias=self.bias)
         return PlainMLP(place.name, up, down, self.activation, selective=place.selective)
 
 
 class EmbeddingBlock(Layer):
     """Token ids → activations: the embedding, learned positions where there are any, dropout."""
 
-    def __init__(self, name: str, embedding: Embedding, positions: LearnedPositions | None, dropout: float) -> None:
+    def __init__(
+        self, name: str, embedding: Layer, positions: LearnedPositions | None, dropout: float, before: int = 0
+    ) -> None:
         super().__init__(name)
         self.embedding, self.positions = embedding, positions
-        self.dropout = KeyedDropout(f"{name}.dropout", dropout)
+        self.dropout = KeyedDropout(f"{name}.dropout", dropout, before)
 
     def forward(self, tokens: torch.Tensor, context: LayerContext) -> torch.Tensor:
         x = self.embedding(tokens, context)
@@ -194,28 +216,37 @@ class EmbeddingBlock(Layer):
 class EmbeddingPart:
     """The first block: token ids → activations. ``positions``: rows of learned positions; 0: none."""
 
+    parallel = True
+
     vocab_size: int
     positions: int = 0
     dropout: float = 0.0
 
     def parameters(self, place: Place) -> list[ParameterSpec]:
         def table(name: str, rows: int, axis: str | None) -> ParameterSpec:
-            return ParameterSpec(name, (rows, place.hidden_size), place.init_std, True, (axis, None), embedding=True)
+            cut, summed = (None, "tokens") if axis is None else (Vocabulary(rows), None)
+            shape = rows, place.hidden_size
+            return ParameterSpec(name, shape, place.init_std, True, (axis, None), embedding=True, cut=cut, summed=summed)
 
         specs = [table("embedding.weight", self.vocab_size, "tp")]
         return specs + ([table("positions.weight", self.positions, None)] if self.positions else [])
 
     def build(self, place: Place) -> Layer:
-        embedding = Embedding("embedding", self.vocab_size, place.hidden_size, place.dtype)
+        sizes = self.vocab_size, place.hidden_size
+        embedding: Layer = Embedding("embedding", *sizes, place.dtype)
+        if place.tp is not None:
+            embedding = ParallelEmbedding("embedding", *sizes, tp=place.tp, dtype=place.dtype)
         positions = None
         if self.positions:
-            positions = LearnedPositions("positions", self.positions, place.hidden_size, place.dtype)
-        return EmbeddingBlock(place.name, embedding, positions, self.dropout)
+            positions = LearnedPositions("positions", self.positions, place.hidden_size, place.dtype, place.before)
+        return EmbeddingBlock(place.name, embedding, positions, self.dropout, place.before)
 
 
 @dataclass(frozen=True)
 class HeadPart:
     """Activations → logits ``[..., vocab]``; ``tied``: its weight is the embedding's."""
+
+    parallel = True
 
     vocab_size: int
     tied: bool = False
@@ -223,18 +254,27 @@ class HeadPart:
     def parameters(self, place: Place) -> list[ParameterSpec]:
         if self.tied:
             return []
-        return [ParameterSpec(f"{place.name}.weight", (self.vocab_size, place.hidden_size), place.init_std, True, ("tp", None))]
+        shape = self.vocab_size, place.hidden_size
+        return [ParameterSpec(f"{place.name}.weight", shape, place.init_std, True, ("tp", None), cut=Vocabulary(shape[0]))]
 
     def build(self, place: Place) -> Layer:
-        return SplitLinear(place.name, place.hidden_size, self.vocab_size, dtype=place.dtype)
+        sizes = place.hidden_size, self.vocab_size
+        if place.tp is not None:
+            cut = Vocabulary(self.vocab_size)
+            return ColumnParallelLinear(place.name, *sizes, tp=place.tp, cut=cut, dtype=place.dtype)
+        return SplitLinear(place.name, *sizes, dtype=place.dtype)
 
 
 @dataclass(frozen=True)
 class CrossEntropyPart:
     """Logits → the loss."""
 
+    parallel = True
+
     def parameters(self, place: Place) -> list[ParameterSpec]:
         return []
 
     def build(self, place: Place) -> Layer:
+        if place.tp is not None:
+            return ParallelCrossEntropy(place.name, place.vocab_size, tp=place.tp)
         return CrossEntropyLoss(place.name)

@@ -24,11 +24,19 @@ from qeffect_lm.layers.context import LayerContext, Phase
 from qeffect_lm.layers.linear import SplitLinear
 from qeffect_lm.layers.recompute import recomputed
 from qeffect_lm.optim.muon import RowBlock
+from qeffect_lm.parallel.cuts import Cut
+from qeffect_lm.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from qeffect_lm.parallel.tensor import TensorParallel
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter by logical name, with its initialisation and the mesh axis that cuts each dimension (None: none)."""
+    """A parameter by logical name, with its initialisation and the mesh axis that cuts each dimension (None: none).
+
+    ``cut``: how tensor parallelism cuts the dimension whose axis is ``tp``; None: in equal pieces. ``summed``: of a parameter
+    that every tensor-parallel rank holds whole, where its gradient there is a part of a sum: ``tokens`` where tokens are cut
+    (sequence parallelism), ``always`` where what it is applied to is cut otherwise, too.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -38,6 +46,8 @@ class ParameterSpec:
     embedding: bool = False  # a table of rows, of which a step uses a few
     matrices: tuple[RowBlock, ...] = ()  # of a hidden layer: its logical matrices, for optimizers of matrices
     active: tuple[int, int] = (1, 1)  # of so many such parameters (the second) a token uses the first: experts
+    cut: Cut | None = None
+    summed: str | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,9 @@ class Place:
         kind: class of the linears there, the backend's.
         selective: a layer there keeps nothing between its products for I, which makes it again (``model.recompute``); a part
             may ignore it.
+        tp: the rank's place among those that share each layer; None: there are no others. Only parts that say ``parallel`` get
+            one.
+        vocab_size: of the model.
     """
 
     name: str
@@ -65,6 +78,8 @@ class Place:
     recipe: Recipe | None = None
     kind: type[SplitLinear] = SplitLinear
     selective: bool = False
+    tp: TensorParallel | None = None
+    vocab_size: int = 0
 
     @property
     def residual_std(self) -> float:
@@ -77,6 +92,27 @@ class Place:
         """The linear ``<place>.<name>``: ``[..., inputs]`` → ``[..., outputs]``."""
         return self.kind(f"{self.name}.{name}", inputs, outputs, bias=bias, recipe=self.recipe, dtype=self.dtype)
 
+    def column(self, name: str, inputs: int, outputs: int, *, bias: bool = False, cut: Cut | None = None) -> SplitLinear:
+        """:meth:`linear`, whose outputs tensor parallelism cuts as ``cut`` says (None: in equal pieces)."""
+        if self.tp is None:
+            return self.linear(name, inputs, outputs, bias=bias)
+        at = f"{self.name}.{name}"
+        return ColumnParallelLinear(
+            at, inputs, outputs, tp=self.tp, cut=cut, bias=bias, recipe=self.recipe, dtype=self.dtype
+        )  # fmt: skip
+
+    def row(self, name: str, inputs: int, outputs: int, *, bias: bool = False) -> SplitLinear:
+        """:meth:`linear`, whose inputs tensor parallelism cuts in equal pieces: those that :meth:`column` gave."""
+        if self.tp is None:
+            return self.linear(name, inputs, outputs, bias=bias)
+        at = f"{self.name}.{name}"
+        return RowParallelLinear(at, inputs, outputs, tp=self.tp, bias=bias, recipe=self.recipe, dtype=self.dtype)
+
+    @property
+    def before(self) -> int:
+        """So many ranks hold the tokens before this rank's, where tokens are cut."""
+        return self.tp.rank if self.tp is not None and self.tp.sequence else 0
+
     # ---- their parameters --------------------------------------------------------------------------------------
 
     def matrix(
@@ -88,28 +124,36 @@ class Place:
         bias: bool = False,
         residual: bool = False,
         rows: Sequence[RowBlock] = (),
+        cut: Cut | None = None,
     ) -> list[ParameterSpec]:
-        """Of :meth:`linear`.
+        """Of :meth:`linear`, :meth:`column` and, with ``residual``, :meth:`row`.
 
         Args:
             residual: its product goes to the residual stream: it starts smaller, and tensor parallelism cuts its inputs.
             rows: its logical matrices, for optimizers of matrices; none given: the whole.
+            cut: as of :meth:`column`.
         """
         std, axes = (self.residual_std, (None, "tp")) if residual else (self.init_std, ("tp", None))
         blocks = tuple(rows) or ((1, 0, outputs),)
         at = f"{self.name}.{name}"
-        specs = [ParameterSpec(f"{at}.weight", (outputs, inputs), std, True, axes, matrices=blocks)]
+        specs = [ParameterSpec(f"{at}.weight", (outputs, inputs), std, True, axes, matrices=blocks, cut=cut)]
         if bias:
-            specs.append(ParameterSpec(f"{at}.bias", (outputs,), 0.0, False, (axes[0],)))
+            summed = "tokens" if residual else None
+            specs.append(ParameterSpec(f"{at}.bias", (outputs,), 0.0, False, (axes[0],), cut=cut, summed=summed))
         return specs
 
-    def vector(self, name: str, size: int, init_std: float | None = None) -> ParameterSpec:
-        """The parameter ``<place>.<name>``, a vector without weight decay; ones, or zeros with ``init_std`` 0."""
-        return ParameterSpec(f"{self.name}.{name}", (size,), init_std, False, (None,))
+    def vector(self, name: str, size: int, init_std: float | None = None, summed: str = "tokens") -> ParameterSpec:
+        """The parameter ``<place>.<name>``, a vector without weight decay; ones, or zeros with ``init_std`` 0. ``summed`` as of
+        :class:`ParameterSpec`."""
+        return ParameterSpec(f"{self.name}.{name}", (size,), init_std, False, (None,), summed=summed)
 
 
 class Part(Protocol):
-    """What fills a slot of a model. Its parameters and its layers must agree: assembly refuses a parameter without a spec."""
+    """What fills a slot of a model. Its parameters and its layers must agree: assembly refuses a parameter without a spec.
+
+    A part whose layers can be cut over tensor-parallel ranks says so by an attribute ``parallel`` that is True, and makes them
+    by :meth:`Place.column` and :meth:`Place.row`, with the cuts and sums in its parameters' specs.
+    """
 
     def parameters(self, place: Place) -> list[ParameterSpec]:
         """The parameters there, in the order in which the built layer holds them."""

@@ -176,7 +176,8 @@ def _connect(engine: Engine) -> None:
         if engine.end.replicated:
             for chunk in engine.stages:
                 engine.end.reduce_gradients_(chunk)
-        for work in (engine.end.reduce_, engine.end.gather_loss_, engine.end.gather_, engine.end.share_):
+        end = engine.end
+        for work in (end.reduce_, end.gather_loss_, end.gather_, end.share_, end.merge_weight_amax_):
             work()
     engine.streams.synchronize_all()
 
@@ -210,6 +211,7 @@ def _capture_slot(
                 work(scope)
                 summary.append(scope.summarise())
                 engine.ledger.check_roles(str(kind), chunk, microbatch, summary[0].roles)
+                engine.ledger.check_collectives(str(kind), chunk, microbatch, summary[0].collectives)
 
         several = "" if product is None else f", of {product.members} microbatches with beta {product.beta}"
         label = f"{chunk}{kind} (I-slot {i_slot}, W-slot {w_slot}, beta {beta}{several})"

@@ -28,6 +28,7 @@ from pipeline.captured import Captured, poison_, released_by
 from pipeline.effects import effects_of, last_writers
 from pipeline.epochs import check_commits, commits_before
 from pipeline.p2p import Pending, Transport
+from pipeline.partial import agree_on_collectives
 from pipeline.plan import GraphKey, Plan
 from pipeline.program import COLLECTIVE, COMPUTE
 from pipeline.saving import StateCopies
@@ -101,7 +102,8 @@ class Engine:
         self.rank = mesh.coord("pp")
         self.actions = plan.actions[self.rank]
         self._slots = plan.slots[self.rank]
-        self._effects = effects_of(plan, self.rank, end.replicated, end.tied is not None)
+        self._effects = effects_of(plan, self.rank, end.replicated, end.tied is not None, end.tensor)
+        self._agreed = 0  # actions whose exchanges tensor-parallel peers have compared
         self._completes = last_writers(self.actions) if end.replicated else {}
         self.captured: Captured | None = None
         self.watch: Watch | None = None
@@ -150,6 +152,8 @@ class Engine:
             raise QEffectError(f"{self._broken}: restart from the last checkpoint")
         if self.captured is not None and self.ledger.checks:
             self.captured.check()
+        if self.ledger.checks:
+            self._agreed = agree_on_collectives(self.ledger, self.end, self._agreed)
         self._step = step
         begun = self.ledger.timeline.begun()
         self.updating = False
@@ -541,6 +545,8 @@ class Engine:
         if self.cache.names:
             self._launch("REFRESH")
             self._run_end("refresh", self.end.refresh_)
+            if self.end.tensor:
+                self.across(self.end.merge_weight_amax_)  # part of REFRESH's write of the amax slots
             self.account_refresh()
 
     def account_refresh(self) -> None:

@@ -61,6 +61,7 @@ def effects_text(summary: Summary) -> str:
         "grads": summary.grads,
         "idle": summary.idle,
         "joined": summary.joined,
+        "collectives": summary.collectives,
     }
     words = [f"{name}={','.join(values)}" for name, values in parts.items() if values]
     if summary.joint is not None and summary.joint.members:

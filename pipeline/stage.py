@@ -23,7 +23,8 @@ from qeffect_lm.layers.moe import mixtures
 class MicrobatchSlot:
     """An I-slot's storages.
 
-    ``x`` is ``[batch, sequence]`` int64 on the first chunk, else ``[batch, sequence, hidden]``; ``out``, ``dy`` and ``dx``
+    ``x`` is ``[batch, sequence]`` int64 on the first chunk, else ``[batch, sequence, hidden]``, or where tokens are cut
+    ``[tokens of this rank, hidden]``; ``out``, ``dy`` and ``dx``
     have the activations' shape; on the last chunk ``out`` is the 0-dim loss and ``dy`` a constant one.
     """
 
@@ -53,15 +54,18 @@ class MicrobatchSlot:
 
 @dataclass(frozen=True)
 class BorderShape:
-    """Shapes at a stage's border."""
+    """Shapes at a stage's border. ``share``: activations are cut along tokens, and a rank has one of so many parts."""
 
     batch: int
     sequence: int
     hidden: int
     dtype: torch.dtype
+    share: int = 1
 
     @property
-    def activation(self) -> tuple[int, int, int]:
+    def activation(self) -> tuple[int, ...]:
+        if self.share > 1:
+            return self.batch * self.sequence // self.share, self.hidden
         return self.batch, self.sequence, self.hidden
 
 
@@ -133,6 +137,7 @@ class Stage:
             starts=torch.zeros(tokens, dtype=torch.int32, device=device) if self.documents else None,
             row_losses=torch.zeros(shape.batch, dtype=torch.float64, device=device) if self.row_losses else None,
             anchor=torch.zeros((), device=device, requires_grad=True) if self.first else None,
+            grid=tokens if shape.share > 1 else None,
         )
         slot = MicrobatchSlot(
             x=torch.zeros(tokens, dtype=torch.int64, device=device) if self.first else activation(),

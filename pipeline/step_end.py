@@ -5,13 +5,14 @@ Each piece is a method of device work only, so that it is captured like any acti
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from pipeline.p2p import gather_rows
+from pipeline.partial import PartialSums
 from pipeline.sharded import ShardExchange
 from pipeline.tied import TIED, TiedWeights
 from qeffect_lm.contract.timeline import Direction, ScaleTimeline
@@ -50,6 +51,8 @@ class StepEnd:
     """State and work of the step's end on one rank.
 
     Args:
+        order: its holders are (pipeline stage, tensor-parallel rank), the second fastest.
+        counted: name in ``order`` → the parameter of ``flat`` that this rank counts under it; None: all, under their own names.
         routing: what this rank's routers sum up, a row for each decoder layer (of others' zeros); of one shape on all ranks.
     """
 
@@ -67,6 +70,7 @@ class StepEnd:
         tied: TiedWeights | None = None,
         routing: torch.Tensor | None = None,
         rows: int = 0,
+        counted: Mapping[str, str] | None = None,
     ) -> None:
         device = flat.device
         self._mesh, self._flat, self._optimizer = mesh, flat, optimizer
@@ -74,7 +78,8 @@ class StepEnd:
         self.gate = gate
         self.tied = tied
         self._exchange = None if flat.buckets is None else ShardExchange(flat, mesh)
-        self._sums = BlockSums(flat, order, mesh.coord("pp"))
+        self._partial = PartialSums(flat, mesh) if self.tensor else None
+        self._sums = BlockSums(flat, order, mesh.coord("pp") * mesh.size("tp") + mesh.coord("tp"), counted)
         self._norm = TotalNorm(order, device)
         self._blocks = order.padded_blocks
         wide = torch.float64
@@ -87,10 +92,12 @@ class StepEnd:
         # This replica's routing, number of non-finite amax and loss.
         self._mine = torch.zeros(more + 2, dtype=wide, device=device)
         self._replicas = torch.zeros(mesh.size("dp"), more + 2, dtype=wide, device=device)
-        # One row per stage: block sums, routing, number of non-finite amax slots, loss.
+        # One row per stage and tensor-parallel rank: block sums and, of the first such rank, routing, number of non-finite amax
+        # slots, loss.
         self._row = torch.zeros(self._blocks + more + 2, dtype=wide, device=device)
         self._stage_row = torch.zeros_like(self._row)  # with sharded gradients: block sums of all replicas
-        self._rows = torch.zeros(mesh.size("pp"), self._row.numel(), dtype=wide, device=device)
+        self._peer_rows = torch.zeros(mesh.size("tp"), self._row.numel(), dtype=wide, device=device)
+        self._rows = torch.zeros(mesh.size("pp") * mesh.size("tp"), self._row.numel(), dtype=wide, device=device)
         self.apply = torch.ones((), dtype=torch.bool, device=device)
         self.reason = torch.zeros((), dtype=torch.int64, device=device)
         self.skip = torch.zeros((), dtype=torch.bool, device=device)
@@ -104,8 +111,21 @@ class StepEnd:
         """Whether there are replicas to reduce gradients over."""
         return self._mesh.group("dp") is not None
 
+    @property
+    def tensor(self) -> bool:
+        """Whether there are tensor-parallel peers."""
+        return self._mesh.size("tp") > 1
+
+    @property
+    def summed_chunks(self) -> list[int]:
+        """The chunks with gradients of which each tensor-parallel peer has a part."""
+        return [] if self._partial is None else self._partial.chunks
+
     def reduce_gradients_(self, chunk: int) -> None:
-        """Sum a chunk's main gradients over dp, on our own buffers. ``TIED``: of parameters that other layers' weights are."""
+        """Sum a chunk's main gradients over dp, on our own buffers; before that over tp those of which each peer has a part.
+        ``TIED``: of parameters that other layers' weights are."""
+        if self._partial is not None:
+            self._partial.sum_(chunk)
         if self._exchange is not None:
             self._exchange.reduce_(chunk)
             return
@@ -116,8 +136,11 @@ class StepEnd:
                 dist.all_reduce(self._flat.grad_buffer[start:stop], group=group)
 
     def reduce_(self) -> None:
-        """What is reduced at the step's end: gradients of tied weights, added over their layers and then over dp; open amax
-        slots, max-merged over dp and tp."""
+        """What is reduced at the step's end: without replicas, gradients of which each tp peer has a part; gradients of tied
+        weights, added over their layers and then over dp; open amax slots, max-merged over dp and tp."""
+        if self._partial is not None and not self.replicated:
+            for chunk in self._partial.chunks:
+                self._partial.sum_(chunk)
         if self.tied is not None:
             self.tied.collect_()
             if self.replicated:
@@ -138,6 +161,22 @@ class StepEnd:
                     with naming(self._others(axis), f"the reduction of amax over {axis}"):
                         dist.all_reduce(slots, op=dist.ReduceOp.MAX, group=group)
 
+    def merge_weight_amax_(self) -> None:
+        """After a refresh: the amax of each tp peer's piece of a weight becomes the whole weight's. What is saved between steps
+        is then the same on all peers, and what one process would have. Nothing to do without peers."""
+        group = self._mesh.group("tp")
+        if group is not None and self._timeline.roles:
+            slots = self._timeline.open_amax[self._timeline.rows(Direction.FORWARD)]
+            with naming(self._others("tp"), "the merge of weights' amax over tp"):
+                dist.all_reduce(slots, op=dist.ReduceOp.MAX, group=group)
+
+    def agree_on_(self, number: int) -> bool:
+        """Whether all tp peers have the same 63-bit number; a host synchronisation."""
+        mine = torch.tensor([number], dtype=torch.int64, device=self._flat.device)
+        rows = torch.zeros(self._mesh.size("tp"), 1, dtype=torch.int64, device=self._flat.device)
+        gather_rows(rows, mine, self._mesh, "tp")
+        return bool((rows == number).all())
+
     def _others(self, axis: str) -> list[int]:
         return [rank for rank in self._mesh.peers(axis) if rank != self._mesh.rank]
 
@@ -150,7 +189,9 @@ class StepEnd:
         if self._exchange is not None:
             row = self._stage_row.copy_(row)
             self._exchange.sum_(row[: self._blocks])
-        gather_rows(self._rows, row, self._mesh, "pp")
+        gather_rows(self._peer_rows, row, self._mesh, "tp")
+        stages = self._rows.view(self._mesh.size("pp"), -1)
+        gather_rows(stages, self._peer_rows.view(-1), self._mesh, "pp")
 
     def share_(self) -> None:
         """After the optimizer: every replica gets the parameters that the others updated, and copies of tied weights follow.
@@ -178,6 +219,8 @@ class StepEnd:
         for rank in range(1, self._replicas.shape[0]):
             total.add_(self._replicas[rank])
         self._row[self._blocks :].copy_(total)
+        if self._mesh.coord("tp"):  # the same on all peers, and counted once
+            self._row[self._blocks :].zero_()
 
     def optimizer_step_(self) -> None:
         """Vote, norm, clip, update, and the cast of the compute-dtype parameters. Equal rows give equal decisions."""

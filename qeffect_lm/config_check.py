@@ -39,6 +39,7 @@ def cross_check(config: Config) -> list[str]:
     return [
         *check_model(config),
         *_check_fp8(config),
+        *_check_tensor(config),
         *_check_backend(config),
         *_check_pipeline(config),
         *_check_optim(config),
@@ -64,7 +65,7 @@ def _check_fp8(config: Config) -> Iterator[str]:
     widths = {
         "model.hidden_size": model.hidden_size,
         f"model.num_heads x model.head_dim{cut}": model.num_heads * model.head_dim // tp,
-        f"model.num_kv_heads x model.head_dim{cut}": model.num_kv_heads * model.head_dim // tp,
+        f"model.num_kv_heads x model.head_dim{cut}": max(1, model.num_kv_heads // tp) * model.head_dim,
         f"model.ffn_size{cut}": model.ffn_size // tp,
         "data.seq_len x data.microbatch_size": config.data.seq_len * config.data.microbatch_size,
     }
@@ -74,6 +75,29 @@ def _check_fp8(config: Config) -> Iterator[str]:
     for name, value in widths.items():
         if value % multiple:
             yield f"{name} = {value} is not a multiple of {multiple}, which {what}: change it or set precision.fp8.recipe=none"
+
+
+def _check_tensor(config: Config) -> Iterator[str]:
+    """What layers that are cut over ranks do not go with."""
+    parallel, tp, alone = config.parallel, config.parallel.tp, "or parallel.tp=1"
+    if tp == 1:
+        return
+    what = f"parallel.tp {tp}"
+    tokens = config.data.seq_len * config.data.microbatch_size
+    if parallel.sequence_parallel and tokens % tp:
+        yield (
+            f"data.seq_len x data.microbatch_size = {tokens} tokens are not divisible by parallel.tp {tp}: change one of them, "
+            "or set parallel.sequence_parallel=false"
+        )
+    if config.precision.fp8.recipe in ("current", "block"):
+        recipe = config.precision.fp8.recipe
+        yield f"{what}: precision.fp8.recipe {recipe} scales each rank's piece by itself: set recipe=delayed or none, {alone}"
+    if config.optim.name == "muon":
+        yield f"{what}: optim.name muon updates whole matrices, and each rank has a piece: set optim.name=adamw, {alone}"
+    if config.model.moe.num_experts is not None:
+        yield f"{what}: a mixture of experts (model.moe) is not cut over tensor-parallel ranks so far: set parallel.tp=1"
+    if config.pipeline.schedule == "auto" and config.pipeline.costs.t_f is None:
+        yield f"{what}: schedule auto measures whole layers only: give pipeline.costs, or choose a named schedule"
 
 
 def _check_backend(config: Config) -> Iterator[str]:

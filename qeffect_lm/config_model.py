@@ -206,9 +206,16 @@ def check_model(config: Config) -> Iterator[str]:
         )
     if model.head_dim % 2:
         yield f"model.head_dim {model.head_dim} is odd: RoPE turns pairs of features, so make it even"
-    for name in ("num_heads", "num_kv_heads", "ffn_size", "vocab_size"):
+    for name in ("num_heads", "ffn_size"):
         if getattr(model, name) % tp:
-            yield f"model.{name} {getattr(model, name)} is not divisible by parallel.tp {tp}"
+            yield f"model.{name} {getattr(model, name)} is not divisible by parallel.tp {tp}: change one of them"
+    if model.num_kv_heads % tp and tp % model.num_kv_heads:
+        yield (
+            f"model.num_kv_heads {model.num_kv_heads} and parallel.tp {tp}: one of them must divide the other, so that a rank "
+            "has whole KV heads, or as many ranks share each: change one of them"
+        )
+    if model.vocab_size < tp:
+        yield f"model.vocab_size {model.vocab_size} is less than parallel.tp {tp}: each rank holds a part of it: lower that"
     if model.max_window_layers and model.sliding_window is None:
         yield (
             f"model.max_window_layers {model.max_window_layers} has no meaning without model.sliding_window: set that, "

@@ -104,7 +104,15 @@ class ParallelConfig(Section):
 
     pp: int = _key(1, "Pipeline stages.", on_resume="warn", unit="ranks", ge=1)
     dp: int = _key(1, "Data-parallel replicas.", on_resume="warn", unit="ranks", ge=1)
-    tp: int = _key(1, "Tensor-parallel ranks (training supports 1).", on_resume="refuse", unit="ranks", ge=1)
+    tp: int = _key(
+        1, "Tensor-parallel ranks: every layer is cut over so many (docs/tensor-parallel.md).", on_resume="warn",
+        unit="ranks", ge=1,
+    )  # fmt: skip
+    sequence_parallel: bool = _key(
+        True,
+        "With tp above 1: norms, dropout and the residual stream are cut along tokens. false: every rank has all tokens.",
+        on_resume="warn",
+    )
     ep: int = _key(1, "Expert-parallel ranks (training supports 1).", on_resume="refuse", unit="ranks", ge=1)
     bucket_mib: float = _key(
         64.0,

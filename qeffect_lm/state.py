@@ -38,7 +38,8 @@ class LogicalTensor:
     ``global_shape`` is the logical, unpadded shape and ``start`` the first index of this piece per dimension.
     ``axes`` names, per dimension, the mesh axis that cuts it (``"tp"``, ``"ep"``, ...) or None. ``replicated`` names
     the axes over which every rank holds the same bytes; only coordinate 0 of those writes. ``per_rank`` marks state
-    that belongs to a rank and not to the model (its name then holds the coordinates).
+    that belongs to a rank and not to the model (its name then holds the coordinates). ``copy`` marks a piece that another
+    rank, along an axis that cuts the tensor, holds too and writes.
     """
 
     name: str
@@ -49,6 +50,7 @@ class LogicalTensor:
     axes: tuple[str | None, ...]
     replicated: tuple[str, ...] = field(default=("dp", "tp"))
     per_rank: bool = False
+    copy: bool = False
 
     @staticmethod
     def whole(name: str, tensor: torch.Tensor, role: Role, **kwargs: object) -> LogicalTensor:

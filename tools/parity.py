@@ -6,6 +6,9 @@ there the order of commits is part of the arithmetic). A killed cell gets SIGKIL
 control of a cell is the same cell with one thing changed (another seed; killed: one scale doubled in the checkpoint) and must
 differ.
 
+With ``--parallel``: every layout of tensor, pipeline and data parallelism that fits four processes, against one process
+(:mod:`tools.proofs.layouts`): loss within a bound, killed and captured against eager and whole, checkpoints there and back.
+
 With ``--device cuda``: engines in lock step, eager and captured, compared after each of 50 steps
 (:mod:`tools.proofs.lockstep`), runs killed and resumed (:mod:`tools.proofs.killed`), and a float64 reference
 (:mod:`tools.proofs.double`), each with a control; on one GPU and, where there are two, as two pipeline ranks too.
@@ -24,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from qeffect_lm.errors import QEffectError
+from qeffect_lm.errors import QEffectError, UsageError
 from tools.common import add_traceback, environment, kill_after, launch, run_tool
 from tools.proofs import matrix as gpu
 
@@ -109,6 +112,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--execution", nargs="*", choices=["eager", "captured"])
     made.add_argument("--killed", nargs="*", choices=["no", "yes"])
     made.add_argument("--window", nargs="*", choices=["step", "microbatch"])
+    made.add_argument("--parallel", action="store_true", help="layouts against one process, instead of schedules")
+    made.add_argument("--layout", nargs="*", metavar="NAME", help="with --parallel: of these names; all without it")
     made.add_argument("--keep", type=Path, help="keep all runs in this folder")
     made.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: %(default)s)")
     gpu.add_arguments(made)
@@ -126,6 +131,10 @@ def parity(arguments: argparse.Namespace) -> int:
     if arguments.device == "cuda":
         return gpu.run(arguments, lambda text: print(text, flush=True))
     gpu.refuse_on_cpu(arguments)
+    if arguments.parallel:
+        return parallel(arguments)
+    if arguments.layout is not None:
+        raise UsageError("--layout goes with --parallel")
     cells = cells_of(arguments)
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="qeffect-parity-"))
     matrix = Matrix(folder)
@@ -147,6 +156,36 @@ def parity(arguments: argparse.Namespace) -> int:
     else:
         print(f"{passed} cells bitwise equal with a control that differs, {len(verdicts) - passed} not")
     return 0 if passed == len(verdicts) else 1
+
+
+def parallel(arguments: argparse.Namespace) -> int:
+    """Check layouts; exit code 0 when each is as it must be."""
+    from tools.proofs import layouts
+
+    asked = [name for name in ("schedule", "stages", "execution", "killed", "window") if getattr(arguments, name) is not None]
+    if asked or arguments.all:
+        raise UsageError(f"--{(asked or ['all'])[0]} has no meaning with --parallel: leave it out")
+    chosen = layouts.chosen(arguments.layout)
+    folder = arguments.keep or Path(tempfile.mkdtemp(prefix="qeffect-parity-"))
+    rows = []
+    try:
+        table = layouts.Layouts(folder)
+        if not arguments.json:
+            print(layouts.HEADER)
+        for layout in chosen:
+            rows.append(table.check(layout))
+            if not arguments.json:
+                print(layouts.line(rows[-1]), flush=True)
+    finally:
+        if arguments.keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    failed = sum(not row.ok for row in rows)
+    if arguments.json:
+        print(json.dumps(layouts.as_json(rows), indent=1))
+    else:
+        passed = len(rows) - failed
+        print(f"{passed} layouts within the bounds, equal where they must be, with controls that differ; {failed} not")
+    return 1 if failed else 0
 
 
 def cells_of(arguments: argparse.Namespace) -> list[Cell]:

@@ -39,8 +39,10 @@ class LayerBytes:
 
 
 def layer_bytes(config: Config, block: torch.nn.Module, mode: str, item: int) -> LayerBytes:
-    """Estimate a decoder layer; ``mode``: its recompute; ``item``: bytes of an activation's element."""
+    """Estimate a decoder layer; ``mode``: its recompute; ``item``: bytes of an activation's element. With tensor parallelism
+    its linears are a rank's, and with sequence parallelism so is the residual stream."""
     model = config.model
+    hidden, heads = model.hidden_size // stream_share(config), model.num_heads // config.parallel.tp
     tokens = config.data.seq_len * config.data.microbatch_size
     linears = [module for module in block.modules() if isinstance(module, SplitLinear)]
 
@@ -53,10 +55,15 @@ def layer_bytes(config: Config, block: torch.nn.Module, mode: str, item: int) ->
 
     kept = elements(lambda linear: linear.out_features if linear.name.rpartition(".")[2] not in _RESIDUAL else 0)
     operands = elements(lambda part: (part.in_features + part.out_features) * (item if part.recipe is None else 1))
-    selective = 2 * model.hidden_size + kept
-    everything = selective + 4 * model.num_heads * model.head_dim
-    held = {"none": everything, "selective": selective, "full": model.hidden_size}[mode]
+    selective = 2 * hidden + kept
+    everything = selective + 4 * heads * model.head_dim
+    held = {"none": everything, "selective": selective, "full": hidden}[mode]
     return LayerBytes(mode, tokens * item * held, tokens * operands, tokens * item * (everything - held))
+
+
+def stream_share(config: Config) -> int:
+    """Of so many parts of the residual stream a rank holds one."""
+    return config.parallel.tp if config.parallel.sequence_parallel else 1
 
 
 def activations(config: Config, plan: Plan, rank: int, counts: list[int], dtype: torch.dtype) -> int:
@@ -66,12 +73,13 @@ def activations(config: Config, plan: Plan, rank: int, counts: list[int], dtype:
     slots, total, again = plan.slots[rank], 0, 0
     for chunk in plan.placement.chunks(rank):
         layers = chunk_layers(config, chunk, counts, dtype)
-        i_bytes = 4 * tokens * model.hidden_size * item + sum(layer.for_i for layer in layers)
+        i_bytes = 4 * tokens * model.hidden_size // stream_share(config) * item + sum(layer.for_i for layer in layers)
         w_bytes = sum(layer.for_w for layer in layers if layer.mode == "none")
         late = sum(layer.for_w for layer in layers if layer.mode != "none")
         if chunk == plan.placement.num_chunks - 1:
-            i_bytes += tokens * (model.vocab_size + 2 * model.hidden_size) * item
-            w_bytes += tokens * (model.vocab_size + model.hidden_size) * item
+            vocab = -(-model.vocab_size // config.parallel.tp)
+            i_bytes += tokens * (vocab + 2 * model.hidden_size // stream_share(config)) * item
+            w_bytes += tokens * (vocab + model.hidden_size) * item
         total += slots.i_slots.count[chunk] * i_bytes + slots.w_slots.count[chunk] * w_bytes
         total += _waiting_for_w(config, plan, rank, chunk) * late
         again = max([again, *(layer.again for layer in layers)])
@@ -81,8 +89,9 @@ def activations(config: Config, plan: Plan, rank: int, counts: list[int], dtype:
 def chunk_layers(config: Config, chunk: int, counts: list[int], dtype: torch.dtype) -> list[LayerBytes]:
     """Every decoder layer of a chunk; nothing is allocated."""
     from qeffect_lm.app.assemble import make_recipe
+    from qeffect_lm.app.holdings import shape_only
 
-    decoder = build_model(config, make_recipe(config), dtype)
+    decoder = build_model(config, make_recipe(config), dtype, shape_only(config))
     first = sum(counts[:chunk])
     recomputes = getattr(decoder, "recomputes", lambda layer: "none")
     named = {getattr(block, "name", ""): block for block in decoder.meta_chunk(chunk, counts).blocks}

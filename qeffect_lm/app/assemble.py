@@ -14,7 +14,6 @@ import torch
 
 from models import build_model
 from models.decoder import Decoder
-from models.spec import ParameterSpec
 from pipeline.batch import StepBuffers
 from pipeline.calibrate import calibrate
 from pipeline.capture import capture, capture_step
@@ -28,10 +27,10 @@ from pipeline.program import COMPUTE
 from pipeline.prove import prove_rank
 from pipeline.stage import BorderShape, Stage
 from pipeline.step_end import StepEnd
-from pipeline.tied import TIED, TiedWeights
 from qeffect_lm import __version__
 from qeffect_lm.app import optimizer as optimizers
 from qeffect_lm.app.counts import routing_sums
+from qeffect_lm.app.holdings import block_order, initialise, param_specs, tied_weights
 from qeffect_lm.app.sources import check_documents
 from qeffect_lm.config import Config
 from qeffect_lm.contract.grads import GradSlot, GradSlots
@@ -56,10 +55,9 @@ from qeffect_lm.layers.linear import SplitLinear, bind_products
 from qeffect_lm.layers.moe import bind_experts, bind_statistics
 from qeffect_lm.optim.base import Optimizer
 from qeffect_lm.optim.flat import FlatBuffers, ParamSpec, Shard
-from qeffect_lm.optim.norm import BlockOrder
 from qeffect_lm.optim.spikes import SpikeGate
 from qeffect_lm.parallel.mesh import Mesh
-from qeffect_lm.runtime.init import initialise_
+from qeffect_lm.parallel.tensor import TensorParallel
 from qeffect_lm.runtime.watchdog import CompletionWatchdog
 from qeffect_lm.state import LogicalTensor
 
@@ -94,7 +92,7 @@ class Assembly:
             *self.optimizer.logical_tensors(),
             *([] if self.gate is None else self.gate.logical_tensors()),
             *self.timeline.logical_tensors(),
-            *self.cache.logical_tensors(),
+            *self.cache.logical_tensors(self.flat),
         ]
 
     def rebuild_caches(self) -> None:
@@ -102,6 +100,7 @@ class Assembly:
         if self.cache.names:
             with torch.no_grad(), self.engine.computing():
                 self.cache.refresh_()
+                self.engine.end.merge_weight_amax_()
             self.engine.account_refresh()
 
     def require_caches(self, reader: str) -> None:
@@ -236,12 +235,16 @@ def make_timeline(
     return timeline
 
 
+def mesh_of(config: Config, rank: int = 0) -> Mesh:
+    """The mesh of a configuration's layout, as ``rank`` sees it; its groups are yet to be made."""
+    parallel = config.parallel
+    return Mesh({"pp": parallel.pp, "dp": parallel.dp, "tp": parallel.tp}, rank)
+
+
 def check_supported(config: Config) -> None:
     """Refuse what the configuration knows and training does not, yet."""
-    for axis in ("tp", "ep"):
-        size = getattr(config.parallel, axis)
-        if size > 1:
-            raise UsageError(f"parallel.{axis}={size}: training supports {axis}=1 only, so far: set it to 1")
+    if config.parallel.ep > 1:
+        raise UsageError(f"parallel.ep={config.parallel.ep}: training supports ep=1 only, so far: set it to 1")
 
 
 def assemble(
@@ -260,24 +263,25 @@ def assemble(
     """
     device = device or device_of(config)
     library = te.load(device, config.precision.fp8.recipe) if config.model.backend == "te" else None
-    mesh = mesh or Mesh({"pp": config.parallel.pp, "dp": config.parallel.dp})
+    mesh = mesh or mesh_of(config)
     plan = plan or make_plan(config)
     dtype = DTYPES[config.precision.dtype]
     recipe = make_recipe(config)
-    model = build_model(config, recipe, dtype)
+    tp = TensorParallel.of(mesh, config.parallel.sequence_parallel)
+    model = build_model(config, recipe, dtype, tp)
     if config.contract.mode != "off":
         # All ranks together prove the plan, before anything is allocated.
-        prove_rank(plan, mesh.coord("pp"), replicas=mesh.group("dp") is not None, tied=bool(model.ties))
+        prove_rank(plan, mesh.coord("pp"), replicas=mesh.group("dp") is not None, tied=bool(model.ties), tensor=tp is not None)
     counts = config.chunk_layers(plan.placement.num_chunks)
     chunks = {i: model.chunk(i, counts) for i in plan.placement.chunks(mesh.coord("pp"))}
     specs = {spec.name: spec for spec in model.parameters()}
 
-    flat = _flat_storages(config, param_specs(config, chunks, specs, model.ties), dtype, device, shard_of(config, mesh))
+    flat = _flat_storages(config, param_specs(config, chunks, specs, model.ties, tp), dtype, device, shard_of(config, mesh))
     for chunk in chunks.values():
         _bind_parameters(chunk, flat)
         if config.data.documents == "reset":
             check_documents(chunk)
-    _initialise(flat, specs, config.run.seed)
+    initialise(flat, specs, config.run.seed)
     tied = tied_weights(model, plan, counts, flat, mesh)
 
     linears = [m for chunk in chunks.values() for m in chunk.modules() if isinstance(m, SplitLinear)]
@@ -309,7 +313,7 @@ def assemble(
         trace=trace,
     )
     optimizer, gate = optimizers.make(config, flat, specs), optimizers.gate_of(config, device)
-    order = _block_order(model, plan, counts, flat, mesh)
+    order, counted = block_order(model, plan, counts, flat, mesh)
     end = StepEnd(
         mesh=mesh,
         flat=flat,
@@ -322,6 +326,7 @@ def assemble(
         tied=tied,
         routing=routing,
         rows=config.data.microbatch_size if config.data.blend is not None else 0,
+        counted=counted,
     )
     divisor = torch.ones((), dtype=torch.float64 if dtype is torch.float64 else torch.float32, device=device)
     stages = _stages(config, plan, mesh, chunks, flat, divisor, dtype)
@@ -353,6 +358,7 @@ def assemble(
     )
     for index, chunk in chunks.items():
         _declare_roles(ledger, index, chunk)
+        _declare_collectives(ledger, index, chunk)
     register = _register(flat, timeline, cache, optimizer, end, stages, inputs)
     for name, tensor in hidden.items():
         register.add(f"transformer_engine/{name}", tensor, owner="transformer_engine", rule=Rule.SCRATCH)
@@ -360,35 +366,6 @@ def assemble(
     return Assembly(
         config, mesh, model, plan, engine, evaluator, flat, optimizer, timeline, cache, ledger, register, transport, trace, gate
     )
-
-
-def param_specs(
-    config: Config,
-    chunks: Mapping[int, torch.nn.Module],
-    specs: Mapping[str, ParameterSpec],
-    ties: Mapping[str, str],
-) -> list[ParamSpec]:
-    """What the flat storage of a rank with these chunks holds.
-
-    Raises:
-        UsageError: a chunk has a parameter that ``specs`` does not list.
-    """
-    found = []
-    for index, chunk in chunks.items():
-        for name, parameter in named_parameters(chunk):
-            source = ties.get(name)
-            if (source or name) not in specs:
-                raise UsageError(
-                    f"the model's layers hold a parameter {name!r} that its parameters() does not list: add a ParameterSpec "
-                    "for it (name, shape, initialisation, weight decay, mesh axes) in the model's file"
-                )
-            spec = specs[source or name]
-            axes = tuple(None for _ in spec.shape)  # what the mesh cuts here; spec.axes says what it may cut
-            decay = optimizers.decays(config, spec)
-            group = TIED if name in ties.values() else index
-            trainable = parameter.requires_grad
-            found.append(ParamSpec(name, spec.shape, decay, axes, trainable=trainable, group=group, tied_to=source))
-    return found
 
 
 def _flat_storages(
@@ -410,24 +387,6 @@ def shard_of(config: Config, mesh: Mesh) -> Shard | None:
     if not config.optim.zero or mesh.size("dp") == 1:
         return None
     return Shard(mesh.size("dp"), mesh.coord("dp"), int(config.parallel.bucket_mib * 2**20))
-
-
-def _initialise(flat: FlatBuffers, specs: dict[str, ParameterSpec], seed: int) -> None:
-    """First weights. Where masters are sharded each is made whole in turn: the values do not depend on who holds what."""
-    for name in flat.tied_param_buffers:
-        source = flat.tied[name].tied_to
-        assert source is not None
-        whole = torch.empty(specs[source].shape, dtype=flat.master_buffer.dtype, device=flat.device)
-        initialise_({source: (whole, specs[source].init_std)}, seed)
-        flat.param(name).copy_(whole)
-    if flat.whole_masters:
-        initialise_({n: (flat.master(n), specs[n].init_std) for n in flat.names}, seed)
-        flat.gather()
-        return
-    for name in flat.names:
-        whole = torch.empty(specs[name].shape, dtype=flat.master_buffer.dtype, device=flat.device)
-        initialise_({name: (whole, specs[name].init_std)}, seed)
-        flat.fill_(name, whole)
 
 
 def _bind_parameters(chunk: torch.nn.Module, flat: FlatBuffers) -> None:
@@ -469,54 +428,21 @@ def _declare_roles(ledger: Ledger, index: int, chunk: torch.nn.Module) -> None:
     ledger.declare_roles("I", index, [f"{layer.name}.grad_output" for layer in layers])
 
 
+def _declare_collectives(ledger: Ledger, index: int, chunk: torch.nn.Module) -> None:
+    """What every F and I of a chunk exchanges with tensor-parallel peers, if there are any."""
+    told: list[dict[str, tuple[str, ...]]] = [getattr(module, "collectives", {}) for module in chunk.modules()]
+    for kind in ("F", "I"):
+        names = [name for layer in told for name in layer.get(kind, ())]
+        if names:
+            ledger.collectives.declare(kind, index, names)
+
+
 def _trace_writer(config: Config, mesh: Mesh) -> TraceWriter | None:
     if config.contract.mode != "trace":
         return None
     path = Path(config.contract.trace_file or Path(config.run.dir) / "trace.jsonl")
     path = path if mesh.world == 1 else path.with_name(f"{path.stem}.rank{mesh.rank}{path.suffix}")
     return TraceWriter(path, {"rank": mesh.rank, "world": mesh.world, "qeffect_lm": __version__})
-
-
-def _block_order(model: Decoder, plan: Plan, counts: list[int], flat: FlatBuffers, mesh: Mesh) -> BlockOrder:
-    """Every rank's trainable parameters in the model's order; which rank holds what follows from the plan."""
-    names_of_rank: list[list[str]] = []
-    sizes: dict[str, int] = {}
-    for rank in range(plan.num_ranks):
-        names = []
-        for index in plan.placement.chunks(rank):
-            if rank == mesh.coord("pp"):
-                continue
-            held_there = named_parameters(model.meta_chunk(index, counts))
-            names += [name for name, parameter in held_there if parameter.requires_grad and name not in model.ties]
-        names_of_rank.append(flat.trainable_names if rank == mesh.coord("pp") else names)
-    held = {name for names in names_of_rank for name in names}
-    for spec in model.parameters():
-        if spec.name in held:
-            sizes[spec.name] = int(torch.Size(spec.shape).numel())
-    return BlockOrder(list(sizes.items()), names_of_rank)
-
-
-def tied_weights(model: Decoder, plan: Plan, counts: list[int], flat: FlatBuffers, mesh: Mesh) -> TiedWeights | None:
-    """Who holds the layers of each tied weight; None where the model ties none.
-
-    Raises:
-        UsageError: one of two layers that share a weight is frozen, the other is not; or the one that ties it is in FP8.
-    """
-    if not model.ties:
-        return None
-    places, trainable = {}, {}
-    for chunk in range(plan.placement.num_chunks):
-        built = model.meta_chunk(chunk, counts)
-        for name, parameter in named_parameters(built):
-            places[name], trainable[name] = plan.placement.ranks[chunk], parameter.requires_grad
-        for module in built.modules():
-            if isinstance(module, SplitLinear) and module.recipe is not None and module.weight_name in model.ties:
-                raise UsageError(f"{module.weight_name} is tied and in FP8, whose caches need a master: keep it out of FP8")
-    for copy, source in model.ties.items():
-        if trainable[copy] != trainable[source]:
-            frozen, other = (copy, source) if trainable[source] else (source, copy)
-            raise UsageError(f"{frozen} is frozen and {other} is not, but they are one weight: freeze both or neither")
-    return TiedWeights(flat, mesh, model.ties, places)
 
 
 def _stages(
@@ -528,7 +454,8 @@ def _stages(
     divisor: torch.Tensor,
     dtype: torch.dtype,
 ) -> dict[int, Stage]:
-    shape = BorderShape(config.data.microbatch_size, config.data.seq_len, config.model.hidden_size, dtype)
+    share = mesh.size("tp") if config.parallel.sequence_parallel else 1
+    shape = BorderShape(config.data.microbatch_size, config.data.seq_len, config.model.hidden_size, dtype, share)
     slots = plan.slots[mesh.coord("pp")]
     grads = {name: flat.grad(name) for name in flat.gradient_names}
     last = plan.placement.num_chunks - 1
@@ -575,6 +502,8 @@ def _register(
     for name, tensor in cache.tensors():
         register.add(f"cache/{name}", tensor, owner="cache", rule=Rule.GUARDED)
     received = {} if flat.buckets is None else {"_exchange/received": Rule.SCRATCH}
+    if end.tensor:
+        received |= {f"_partial/buffers.{chunk}": Rule.SCRATCH for chunk in end.summed_chunks}
     if end.tied is not None:
         received |= {f"tied/received.{name}": Rule.SCRATCH for name in end.tied.received}
     for owner, part in (("timeline", timeline), ("optimizer", optimizer), ("step_end", end)):

@@ -14,9 +14,10 @@ from pipeline.simulate import simulate
 from pipeline.timeline_text import render
 from qeffect_lm.app import optimizer as optimizers
 from qeffect_lm.app.activations import activations, recompute_note
-from qeffect_lm.app.assemble import DTYPES, check_supported, make_plan, make_recipe, param_specs, shard_of
+from qeffect_lm.app.assemble import DTYPES, check_supported, make_plan, make_recipe, shard_of
 from qeffect_lm.app.auto_plan import decide, explain, needs_profile
 from qeffect_lm.app.counts import active_parameters, flop_per_token
+from qeffect_lm.app.holdings import local_spec, param_specs, shape_only
 from qeffect_lm.app.profile import made_up_batch, profile
 from qeffect_lm.app.sources import check_tokenizer
 from qeffect_lm.config import Config
@@ -34,7 +35,7 @@ def describe(config: Config, gradients: bool = False) -> str:
     """The whole page, for a terminal 100 columns wide; ``gradients``: with the place of every main gradient."""
     check_supported(config)
     plan, notes = _plan(config)
-    model = build_model(config, make_recipe(config), DTYPES[config.precision.dtype])
+    model = build_model(config, make_recipe(config), DTYPES[config.precision.dtype], shape_only(config))
     specs = {spec.name: spec for spec in model.parameters()}
     counts = config.chunk_layers(plan.placement.num_chunks)
     total, active = sum(prod(spec.shape) for spec in specs.values()), active_parameters(specs.values())
@@ -94,10 +95,12 @@ def _missing(config: Config) -> list[str]:
 
 
 def memory_table(config: Config, plan: Plan, specs: dict[str, ParameterSpec], counts: list[int]) -> str:
-    """MiB per pipeline rank by category; activations are an estimate from the layers' shapes and the plan's slots."""
+    """MiB per pipeline rank by category, with tensor parallelism of the first of its ranks; activations are an estimate from
+    the layers' shapes and the plan's slots."""
     names = "parameters", "gradients", "optimizer", "FP8 caches", "activations", "total"
     header = "rank " + " ".join(f"{name:>{width}}" for name, width in zip(names, (11, 10, 10, 11, 12, 9), strict=True))
-    lines = ["memory per pipeline rank (MiB); activations estimated from shapes and the plan's slots:", header]
+    tp = f", each of {config.parallel.tp} tensor-parallel ranks" if config.parallel.tp > 1 else ""
+    lines = [f"memory per pipeline rank{tp} (MiB); activations estimated from shapes and the plan's slots:", header]
     for rank in range(plan.num_ranks):
         numbers = memory_of(config, plan, rank, specs, counts)
         cells = [numbers[key] / MIB for key in ("parameters", "gradients", "optimizer", "caches", "activations")]
@@ -120,7 +123,7 @@ def coalesced_places(config: Config, plan: Plan, counts: list[int]) -> list[str]
     """With ``pipeline.coalesce_w``, per chunk how many places its operands of W have and how large one is."""
     if plan.coalesce_w == 1:
         return []
-    model = build_model(config, make_recipe(config), DTYPES[config.precision.dtype])
+    model = build_model(config, make_recipe(config), DTYPES[config.precision.dtype], shape_only(config))
     tokens = config.data.seq_len * config.data.microbatch_size
     lines = ["", f"W of {plan.coalesce_w} microbatches is one product; its operands in FP8 (part of the activations above):"]
     for rank, slots in enumerate(plan.slots):
@@ -184,8 +187,9 @@ def held_by(
     config: Config, plan: Plan, rank: int, specs: dict[str, ParameterSpec], counts: list[int]
 ) -> list[ParamSpec]:
     """The parameters and tied weights of one pipeline rank."""
-    model = build_model(config, make_recipe(config), DTYPES[config.precision.dtype])
-    return param_specs(config, {c: model.meta_chunk(c, counts) for c in plan.placement.chunks(rank)}, specs, model.ties)
+    model = build_model(config, make_recipe(config), DTYPES[config.precision.dtype], shape_only(config))
+    chunks = {c: model.meta_chunk(c, counts) for c in plan.placement.chunks(rank)}
+    return param_specs(config, chunks, specs, model.ties, shape_only(config))
 
 
 def memory_of(config: Config, plan: Plan, rank: int, specs: dict[str, ParameterSpec], counts: list[int]) -> dict[str, int]:
@@ -194,15 +198,16 @@ def memory_of(config: Config, plan: Plan, rank: int, specs: dict[str, ParameterS
     wide = _wide(config)
     held = held_by(config, plan, rank, specs, counts)
     names = [param.name for param in held if param.tied_to is None]
-    size = sum(prod(specs[name].shape) for name in names)
+    size = sum(param.numel for param in held if param.tied_to is None)
     tied = [param for param in held if param.tied_to is not None]
     copies = sum(param.numel for param in tied if param.tied_to not in names)
-    model = build_model(config, make_recipe(config), dtype)
+    model = build_model(config, make_recipe(config), dtype, shape_only(config))
     modules = [m for chunk in plan.placement.chunks(rank) for m in model.meta_chunk(chunk, counts).modules()]
     cached = sum(m.weight.numel() for m in modules if isinstance(m, SplitLinear) and m.recipe is not None)
     # What arrives from other ranks before it is added: of copies of tied weights, and of replicas a bucket's.
     here = {param.name for param in held}
-    received = sum(prod(specs[source].shape) for copy, source in model.ties.items() if source in here and copy not in here)
+    apart = [source for copy, source in model.ties.items() if source in here and copy not in here]
+    received = sum(local_spec(specs[source], shape_only(config)).numel for source in apart)
     separate = dtype.itemsize != wide
     owned = size  # of masters and moments, by the replica that owns most
     shard = shard_of(config, Mesh({"dp": config.parallel.dp}))

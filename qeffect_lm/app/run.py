@@ -21,7 +21,7 @@ from checkpoint.comm import Communicator
 from checkpoint.saved_run import check_saved_run
 from pipeline.measure import Meter, StepWatch, latency
 from qeffect_lm import __version__
-from qeffect_lm.app.assemble import Assembly, assemble, check_supported, device_of
+from qeffect_lm.app.assemble import Assembly, assemble, check_supported, device_of, mesh_of
 from qeffect_lm.app.auto_plan import agree_on_plan, choose_plan
 from qeffect_lm.app.counts import active_parameters
 from qeffect_lm.app.recording import Recorder
@@ -251,7 +251,7 @@ def _set_up(
 
 def join(config: Config, env: LaunchEnv) -> tuple[Mesh, Communicator]:
     """This rank's place among the others, which it meets here."""
-    mesh = Mesh({"pp": config.parallel.pp, "dp": config.parallel.dp}, env.rank)
+    mesh = mesh_of(config, env.rank)
     mesh.create_groups()
     return mesh, GroupCommunicator() if env.world > 1 else SingleProcess()
 

@@ -89,6 +89,10 @@ class GradSlotError(ContractViolation):
     """A main-gradient slot written too often, too rarely, or with the wrong beta."""
 
 
+class CollectiveError(ContractViolation):
+    """An exchange with tensor-parallel peers left out, in another order than before, or not the peers'."""
+
+
 class PlanError(ContractViolation):
     """A plan that breaks a rule; names rank, position, action and reason."""
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, NoReturn
 
+from qeffect_lm.contract.collectives import Collectives
 from qeffect_lm.contract.errors import ContractViolation, GradSlotError, LeaseError, ScaleOrderError
 from qeffect_lm.contract.grads import GradSlots
 from qeffect_lm.contract.leases import Joint, LeaseTable, Slot
@@ -64,6 +65,7 @@ class Scope:
     _grads: list[str] = field(default_factory=list)
     _idle: list[str] = field(default_factory=list)
     _joined: list[str] = field(default_factory=list)
+    _collectives: list[str] = field(default_factory=list)
 
     @property
     def contributor(self) -> Hashable:
@@ -142,6 +144,10 @@ class Scope:
         if self.ledger.checks:
             self.ledger.grads.report_group((name,))  # part of the action: no record of its own in a trace
 
+    def collective(self, name: str) -> None:
+        """The action exchanges something with tensor-parallel peers: ``<layer>.gather``, ``.scatter`` or ``.sum``."""
+        self._collectives.append(name)
+
     def _who(self) -> str:
         return f"{self.chunk}{self.kind}{self.microbatch}"
 
@@ -160,6 +166,7 @@ class Scope:
             self.joint,
             tuple(self._idle),
             tuple(self._joined),
+            tuple(self._collectives),
         )
 
 
@@ -185,6 +192,7 @@ class Ledger:
         self._attach(trace)
         self._current: Scope | None = None
         self._declared: dict[tuple[str, int], frozenset[str]] = {}
+        self.collectives = Collectives()
         self._refused_by: str | None = None  # what raised in this step
         self._untold = False  # work was launched while the mode was off: the stream clock does not know of it
         self._interned = Interned()
@@ -249,6 +257,16 @@ class Ledger:
                     epoch=self.timeline.epochs[_DIRECTION[kind]],
                 )
             )
+
+    def check_collectives(self, kind: str, chunk: int, microbatch: int, told: tuple[str, ...]) -> None:
+        """At the end of an eager action, and of a capture (:class:`~qeffect_lm.contract.collectives.Collectives`).
+
+        Raises:
+            CollectiveError: an exchange with tensor-parallel peers was left out, or is another than before.
+        """
+        error = self.collectives.fault(kind, chunk, microbatch, told)
+        if error is not None:
+            self._refuse(error)
 
     # ---- the step ----------------------------------------------------------------------------------------------
 
@@ -332,6 +350,7 @@ class Ledger:
             self._current = None
         if direction is not None and self.checks:
             self.check_roles(kind, chunk, microbatch, scope._roles)
+            self.check_collectives(kind, chunk, microbatch, tuple(scope._collectives))
             self.timeline.end(scope.contributor)
         if self.checks:
             self.leases.finish(kind, chunk, microbatch, joint=joint)

@@ -24,6 +24,7 @@ class Summary:
     joint: Joint | None = None  # where W of several microbatches is one product
     idle: tuple[str, ...] = ()  # main gradients that a later W writes for this one too
     joined: tuple[str, ...] = ()  # main gradients that the product of several is written to
+    collectives: tuple[str, ...] = ()  # exchanges with tensor-parallel peers, in order
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ a header; every name and every recurring structure is written once, as a definit
     ["=", id, value]                        definition: a name, or one of the structures below (an id may be defined anew)
     ["s", step] ["z"] ["x", why]            a step begins, ends, is abandoned (why: the exception, or null)
     ["l", launch, t]                        work is launched; launch = [stream, who, [[buffer, access(, lo, hi)], ...]]
-    ["a", act, epoch, gi, gw, t]            an eager action has run; act = [kind, chunk, microbatch, beta, I-slot, W-slot,
+    ["a", act, epoch, gi, gw, t(, names)]   an eager action has run; act = [kind, chunk, microbatch, beta, I-slot, W-slot,
                                             layers, roles, empty roles, weights, grads]; gi, gw: the slots' generations;
                                             of a W that shares a product with others' three more values: the product's
-                                            beta (null: a later W makes it), grads left to a later W, grads it is written to
-    ["i", act, epoch, gi, gw, t]            an eager action broke off after these effects
-    ["r", act, epoch, gi, gw, t]            a captured graph's effects, checked before it was launched
+                                            beta (null: a later W makes it), grads left to a later W, grads it is written to;
+                                            names: what it exchanged with tensor-parallel peers, in order
+    ["i", act, epoch, gi, gw, t(, names)]   an eager action broke off after these effects
+    ["r", act, epoch, gi, gw, t(, names)]   a captured graph's effects, checked before it was launched
     ["e", stream, tick(, buffers)]          an event is recorded (early: for these buffers only); stream and tick identify it
     ["w", stream, source, tick]             work on stream from here on waits for the event (source, tick)
     ["h"]                                   the host has waited for every stream
@@ -224,13 +225,17 @@ def _launch(names: dict[int, Any], launch: int, t: int) -> Pairs:
     return {"stream": names[stream], "who": who, "accesses": spelled, "t": t}.items()
 
 
-def _act(names: dict[int, Any], act: int, epoch: int, gi: int | None, gw: int | None, t: int) -> Iterator[tuple[str, Any]]:
+def _act(
+    names: dict[int, Any], act: int, epoch: int, gi: int | None, gw: int | None, t: int, exchanged: int | None = None
+) -> Iterator[tuple[str, Any]]:
     values = names[act]
     for key, value in zip(_ACT, values[: len(_ACT)], strict=True):
         yield key, names[value] if key in _ACT[6:] else value
     for key, value in zip(_JOINT, values[len(_ACT) :], strict=False):
         yield key, value if key == "joint_beta" else names[value]
     yield from (("epoch", epoch), ("i_generation", gi), ("w_generation", gw), ("t", t))
+    if exchanged is not None:
+        yield "collectives", names[exchanged]
 
 
 def _event(names: dict[int, Any], stream: int, tick: int, buffers: list[str] | None = None) -> Pairs:

@@ -232,7 +232,8 @@ class Tracer:
         act = self._writer.intern(
             (head, lists, told), lambda: [*head, *map(self._names, lists), *told[:1], *map(self._names, told[1:])]
         )
-        self._write(code, act, epoch, gi, gw, self._now())
+        exchanged = [self._names(done.collectives)] if done.collectives else []
+        self._write(code, act, epoch, gi, gw, self._now(), *exchanged)
 
 
 def _spell_site(site: AccessSite | None) -> dict[str, Any] | None:

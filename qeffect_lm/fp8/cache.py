@@ -18,6 +18,7 @@ from qeffect_lm.state import LogicalTensor, Role
 
 if TYPE_CHECKING:
     from qeffect_lm.kernels.weights import Weight, WeightRefresh
+    from qeffect_lm.optim.flat import FlatBuffers
 
 LAYOUTS = ("rows", "columns")
 
@@ -104,11 +105,16 @@ class WeightCache:
             yield f"{name}/columns", cached.columns
             yield f"{name}/scale_inv", cached.scale_inv
 
-    def logical_tensors(self) -> list[LogicalTensor]:
-        """``cached_weight/<param>`` (as laid out ``[out, in]``) and the inverse scale it was made with."""
+    def logical_tensors(self, flat: FlatBuffers | None = None) -> list[LogicalTensor]:
+        """``cached_weight/<param>`` (as laid out ``[out, in]``) and the inverse scale it was made with. ``flat`` knows which
+        pieces of the logical weights these are; None: they are whole."""
         items = []
         for name, cached in self.cached.items():
             assert cached.rows is not None
-            items.append(LogicalTensor.whole(f"cached_weight/{name}", cached.rows, Role.CACHED_WEIGHT))
+            label = f"cached_weight/{name}"
+            if flat is None:
+                items.append(LogicalTensor.whole(label, cached.rows, Role.CACHED_WEIGHT))
+            else:
+                items += flat.logical(label, cached.rows, Role.CACHED_WEIGHT, name)
             items.append(LogicalTensor.whole(f"cached_weight_scale_inv/{name}", cached.scale_inv, Role.CACHED_WEIGHT))
         return items

@@ -80,8 +80,9 @@ class Attention(Layer):
         self, x: torch.Tensor, context: LayerContext, norm: Layer | None = None, *, residual: bool = False
     ) -> torch.Tensor:
         """``norm``, if given, comes first; with ``residual`` ``x`` is added to the result."""
-        if x.shape[1] > self.cos.shape[0]:
-            raise ValueError(f"{self.name}: position {x.shape[1]} is past the table of {self.cos.shape[0]}")
+        _, sequence = context.grid_of(x)
+        if sequence > self.cos.shape[0]:
+            raise ValueError(f"{self.name}: position {sequence} is past the table of {self.cos.shape[0]}")
         if self._one_node(x, context, norm):
             from qeffect_lm.layers.fused import FusedAttention
 
@@ -92,7 +93,7 @@ class Attention(Layer):
 
     def _one_node(self, x: torch.Tensor, context: LayerContext, norm: Layer | None) -> bool:
         """Whether one node does it all: FP8 kernels with nothing in between that they do not have."""
-        plain = context.cache is None and self.q_norm is None and not self._windowed(x.shape[1])
+        plain = context.cache is None and self.q_norm is None and not self._windowed(context.grid_of(x)[1])
         parts = self.qkv, self.out
         plain = plain and (norm is None or isinstance(norm, RMSNorm)) and all(part.bias is None for part in parts)
         return plain and all(part.fuses(x, context) for part in parts)
@@ -169,7 +170,7 @@ class Attention(Layer):
 
     def _attended(self, projected: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """What follows the projection."""
-        batch, sequence, _ = projected.shape
+        batch, sequence = context.grid_of(projected)
         group = self.heads // self.kv_heads
         fused = self.normed(projected.view(batch, sequence, self.kv_heads, group + 2, self.head_dim), context)
         cache = context.cache

@@ -53,6 +53,8 @@ class LayerContext:
         seen
             and positions count from it. None: a row is one document.
         row_losses: ``[batch]`` float64, on the last stage, where the loss layer leaves each row's sum; None: nobody asks.
+        grid: (batch, sequence) of the microbatch where activations between products are cut along tokens, ``[tokens of this
+            rank, features]`` (:mod:`qeffect_lm.parallel.tensor`); None: they have that shape themselves.
         cache: keys and values of the sequences that this pass continues (generation).
         border: the stage's received buffers (input and output gradient), reused before W of the microbatch.
         joined: the W-slot's place among other microbatches' operands, where W of several is one product.
@@ -70,6 +72,7 @@ class LayerContext:
     starts: torch.Tensor | None = None
     row_losses: torch.Tensor | None = None
     anchor: torch.Tensor | None = None
+    grid: tuple[int, int] | None = None
     cache: KVCache | None = None
     border: tuple[torch.Tensor, ...] = ()
     joined: JoinedPlace | None = None
@@ -84,6 +87,10 @@ class LayerContext:
         """``tensor``, or a copy if it lies in a border buffer of the stage: those are written again while W still waits."""
         storages = {buffer.untyped_storage()._cdata for buffer in self.border}
         return tensor.clone() if tensor.untyped_storage()._cdata in storages else tensor
+
+    def grid_of(self, x: torch.Tensor) -> tuple[int, int]:
+        """(batch, sequence) of the microbatch of which ``x`` is an activation."""
+        return (x.shape[0], x.shape[1]) if self.grid is None else self.grid
 
     @property
     def training(self) -> bool:

@@ -41,17 +41,22 @@ def mix(z: torch.Tensor) -> torch.Tensor:
     return z ^ _shift(z, 31)
 
 
-def keyed_uniform_bits(shape: torch.Size, key: torch.Tensor, role: int) -> torch.Tensor:
-    """24 random bits per element, int64, of ``key`` (0-dim int64) and the constant ``role``."""
-    counter = torch.arange(shape.numel(), dtype=torch.int64, device=key.device)
+def keyed_uniform_bits(shape: torch.Size, key: torch.Tensor, role: int, first: int = 0) -> torch.Tensor:
+    """24 random bits per element, int64, of ``key`` (0-dim int64) and the constant ``role``; elements count from ``first``."""
+    counter = torch.arange(first, first + shape.numel(), dtype=torch.int64, device=key.device)
     return _shift(mix(counter * _signed(_GOLDEN) + mix(key ^ role)), 40).view(shape)
 
 
 class KeyedDropout(Layer):
-    """Inverted dropout with probability ``p``; identity outside TRAIN and CALIBRATE, and for ``p`` 0."""
+    """Inverted dropout with probability ``p``; identity outside TRAIN and CALIBRATE, and for ``p`` 0.
 
-    def __init__(self, name: str, p: float) -> None:
+    ``before``: so many ranks, each with as many elements, hold what comes before ``x`` of a tensor that is cut. A rank then has
+    its part of the whole tensor's mask, another one than its peers; where they all hold the tensor, they have the same mask.
+    """
+
+    def __init__(self, name: str, p: float, before: int = 0) -> None:
         super().__init__(name)
+        self.before = before
         if not 0 <= p < 1:
             raise ValueError(f"{name}: a dropout probability lies in [0, 1), not {p}")
         self.p, self.role = p, host_key("dropout", name)
@@ -59,5 +64,5 @@ class KeyedDropout(Layer):
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
         if self.p == 0 or context.phase.value == "eval":
             return x
-        keep = keyed_uniform_bits(x.shape, context.key, self.role) >= int(self.p * (1 << 24))
+        keep = keyed_uniform_bits(x.shape, context.key, self.role, self.before * x.numel()) >= int(self.p * (1 << 24))
         return x * keep.to(x.dtype) * (1.0 / (1.0 - self.p))

@@ -45,21 +45,38 @@ class _Embedding(torch.autograd.Function):
 
 class LearnedPositions(DirectGradLayer):
     """``x + weight[positions]``: ``[batch, sequence, hidden]`` → same, as in GPT-2. A sequence starts at position 0, or where a
-    cache says; with several documents in it each does."""
+    cache says; with several documents in it each does.
+
+    Where tokens are cut over ranks (``context.grid``) x is ``[tokens, hidden]``, what comes after ``before`` ranks' tokens, and
+    the gradient is those tokens' part.
+    """
 
     documents = True
 
-    def __init__(self, name: str, positions: int, hidden: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, name: str, positions: int, hidden: int, dtype: torch.dtype = torch.float32, before: int = 0) -> None:
         super().__init__(name)
+        self.before = before
         self.weight = nn.Parameter(torch.zeros(positions, hidden, dtype=dtype))
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        if x.shape[1] > self.weight.shape[0]:
-            raise ValueError(f"{self.name}: position {x.shape[1]} is past the table of {self.weight.shape[0]}")
+        _, sequence = context.grid_of(x)
+        if sequence > self.weight.shape[0]:
+            raise ValueError(f"{self.name}: position {sequence} is past the table of {self.weight.shape[0]}")
         if context.cache is not None:
             return x + self.weight.detach()[context.cache.positions]
         added: torch.Tensor = _Positions.apply(x, self, context)
         return added
+
+    def places(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor | None:
+        """The row of each token, of x's shape but for the features; None: rows 0, 1, … of every sequence."""
+        if context.grid is None:
+            return None if context.starts is None else positions_of(context.starts)
+        batch, sequence = context.grid
+        if context.starts is None:
+            all_of_them = torch.arange(sequence, device=x.device).repeat(batch)
+        else:
+            all_of_them = positions_of(context.starts).reshape(-1)
+        return all_of_them[self.before * x.shape[0] : (self.before + 1) * x.shape[0]]
 
 
 class _Positions(torch.autograd.Function):
@@ -67,16 +84,17 @@ class _Positions(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, layer: LearnedPositions, context: LayerContext) -> torch.Tensor:
         ctx.layer, ctx.context = layer, context
         weight = layer.weight.detach()
-        return x + (weight[: x.shape[1]] if context.starts is None else weight[positions_of(context.starts)])
+        places = layer.places(x, context)
+        return x + (weight[: x.shape[1]] if places is None else weight[places])
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         layer: LearnedPositions = ctx.layer
         if ctx.context.training and layer.weight.requires_grad:
             beta = ctx.context.active_scope().write_grad(layer.weight_name)
-            view, rows, starts = layer.grad_view(), dy.shape[1], ctx.context.starts
-            if starts is not None:
-                scatter_(view, positions_of(starts).reshape(-1), dy.reshape(-1, dy.shape[-1]), beta)
+            view, rows, places = layer.grad_view(), dy.shape[1], layer.places(dy, ctx.context)
+            if places is not None:
+                scatter_(view, places.reshape(-1), dy.reshape(-1, dy.shape[-1]), beta)
                 return dy, None, None
             total = dy.to(torch.promote_types(dy.dtype, torch.float32)).sum(dim=0)
             if not beta:

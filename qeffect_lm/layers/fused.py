@@ -40,6 +40,11 @@ class NormQuantiser:
         made, self.rstd = norm.forward_quantise(x.contiguous(), self._rms.weight, self._rms.eps, outputs)
         return made
 
+    def apart(self, x: torch.Tensor) -> torch.Tensor:
+        """The norm alone, where other ranks' tokens come between it and the quantisation."""
+        made, self.rstd = norm.forward(x.contiguous(), self._rms.weight, self._rms.eps)
+        return made
+
 
 class SwiGLUQuantiser:
     """``silu(gate) * up`` of ``x`` ``[m, 2 f]``, quantised ``[m, f]``. Once it was called, ``scale`` is a copy of the scale
@@ -96,6 +101,7 @@ def _make_columns(
     """In I, where W of ``linear`` still waits for it: x's transposed copy, quantised with F's scale."""
     if linear.lacks_columns(context):
         assert linear.recipe is not None
+        x, quantiser = linear.entered(x, quantiser, context)
         made = linear.recipe.operand(linear.name, "input", x, None, quantiser=quantiser, scale=scale)
         assert made.columns is not None
         linear.give_columns(context, made.columns)
@@ -166,7 +172,7 @@ class FusedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, attention: Attention, rms: RMSNorm | None, context: LayerContext, residual: bool
     ) -> torch.Tensor:
-        batch, sequence, _ = x.shape
+        batch, sequence = context.grid_of(x)
         flat = x.reshape(-1, attention.qkv.in_features).contiguous()
         quantiser = _first_quantiser(rms)
         selective = attention.selective
@@ -193,7 +199,7 @@ class FusedAttention(torch.autograd.Function):
         d_y = attention.out.input_grad(dy, context, True)
         if attention.selective:
             y, saved = sdpa.forward(fused, library)
-            _make_columns(attention.out, y.reshape(dy.shape[0], -1), quantise, out_scale, context)
+            _make_columns(attention.out, y.reshape(-1, attention.out.in_features), quantise, out_scale, context)
         else:
             y, saved = kept[0], replace(ctx.saved, tensors=tuple(kept[1:]))
         dq, dk, dv = sdpa.backward(d_y.view(y.shape), fused, y, saved, library)

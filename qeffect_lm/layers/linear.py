@@ -91,6 +91,11 @@ class SplitLinear(SplitLayer):
 
     # ---- F -----------------------------------------------------------------------------------------------------
 
+    def entered(self, x: torch.Tensor, quantiser: Quantiser, context: LayerContext) -> tuple[torch.Tensor, Quantiser]:
+        """What the product takes instead of ``x`` ``[tokens, in]``, and what makes it FP8; a linear that is cut over ranks gets
+        other ranks' tokens here (:mod:`qeffect_lm.parallel.linear`)."""
+        return x, quantiser
+
     def product(
         self,
         x: torch.Tensor,
@@ -102,6 +107,7 @@ class SplitLinear(SplitLayer):
         """F on ``[tokens, in]``: the GEMM, and the lease in TRAIN. ``quantiser`` makes the FP8 input of ``x``; ``residual``
         ``[tokens, out]`` is added before the rounding of an FP8 product. With ``columns_in_i`` x's transposed copy, unless it
         has a place of its own, is made in I by the caller (:meth:`give_columns`)."""
+        x, quantiser = self.entered(x, quantiser, context)
         rerun = context.rerun if context.training else None
         if self.recipe is None or context.phase is Phase.CALIBRATE:
             if self.recipe is not None:
@@ -245,17 +251,22 @@ class SplitLinear(SplitLayer):
         return self.cached
 
 
+def _shaped(y: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The product ``[tokens, out]`` in the shape of its input; as it is where it has another number of tokens."""
+    return y.view(*shape[:-1], y.shape[-1]) if y.shape[0] == shape[:-1].numel() else y
+
+
 class _SplitLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: SplitLinear, context: LayerContext) -> torch.Tensor:
-        ctx.layer, ctx.context = layer, context
-        return layer.product(x.reshape(-1, layer.in_features), context).view(*x.shape[:-1], layer.out_features)
+        ctx.layer, ctx.context, ctx.shape = layer, context, x.shape
+        return _shaped(layer.product(x.reshape(-1, layer.in_features), context), x.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:  # type: ignore[override]
         layer: SplitLinear = ctx.layer
         dx = layer.input_grad(dy.reshape(-1, layer.out_features), ctx.context, ctx.needs_input_grad[0])
-        return (None if dx is None else dx.view(*dy.shape[:-1], layer.in_features)), None, None
+        return (None if dx is None else dx.view(ctx.shape)), None, None
 
 
 class _NormedLinear(torch.autograd.Function):
@@ -267,7 +278,7 @@ class _NormedLinear(torch.autograd.Function):
 
         quantiser = NormQuantiser(norm)
         flat = x.reshape(-1, layer.in_features)
-        y = layer.product(flat, context, quantiser).view(*x.shape[:-1], layer.out_features)
+        y = _shaped(layer.product(flat, context, quantiser), x.shape)
         ctx.save_for_backward(flat, quantiser.rstd)
         ctx.norm, ctx.layer, ctx.context, ctx.shape = norm, layer, context, x.shape
         return y

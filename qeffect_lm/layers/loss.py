@@ -41,7 +41,7 @@ class _CrossEntropy(torch.autograd.Function):
         weight = mask.reshape(-1).to(wide.dtype)
         ctx.save_for_backward(logits, index, weight, lse, divisor)
         losses = (lse - wide.gather(1, index).squeeze(1)) * weight
-        _tell_rows(losses, rows)
+        tell_rows(losses, rows)
         return losses.sum() / divisor
 
     @staticmethod
@@ -73,7 +73,7 @@ class _CrossEntropyKernels(torch.autograd.Function):
         losses, lse = loss.forward(flat, targets.reshape(-1), mask.reshape(-1))
         ctx.save_for_backward(flat, targets.reshape(-1), mask.reshape(-1), lse, divisor)
         ctx.shape = logits.shape
-        _tell_rows(losses, rows)
+        tell_rows(losses, rows)
         return losses.sum() / divisor
 
     @staticmethod
@@ -84,7 +84,7 @@ class _CrossEntropyKernels(torch.autograd.Function):
         return loss.backward_(logits, targets, mask, lse, dloss, divisor).view(ctx.shape), None, None, None, None
 
 
-def _tell_rows(losses: torch.Tensor, rows: torch.Tensor | None) -> None:
+def tell_rows(losses: torch.Tensor, rows: torch.Tensor | None) -> None:
     """Each row's sum of ``losses`` ``[tokens]`` into ``rows`` ``[batch]``; reads only, so the loss keeps its bits."""
     if rows is not None:
         rows.copy_(losses.view(rows.shape[0], -1).sum(1))

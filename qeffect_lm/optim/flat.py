@@ -19,12 +19,13 @@ Buffers are allocated once and only ever written in place: a captured graph may 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from qeffect_lm.optim.buckets import BucketPlan, Span, boxes, plan_buckets
+from qeffect_lm.parallel.cuts import Piece, length_of
 from qeffect_lm.state import LogicalTensor, Role
 
 ALIGNMENT_BYTES = 256
@@ -39,7 +40,9 @@ class ParamSpec:
     dimension) are needed when a dimension is cut. ``decay`` says whether weight decay applies. A parameter
     with ``trainable=False`` is stored and saved, but has no main gradient and no moments and is never
     updated. ``group`` is the pipeline chunk whose work completes its gradient. ``tied_to`` names the parameter that
-    this weight is (tied embeddings).
+    this weight is (tied embeddings). Where a rank's part of the one dimension that is cut is several ``pieces``, they say
+    which, in local order, and ``start`` is the first one's. ``summed``: every tensor-parallel rank holds it whole, and the
+    gradient there is a part of their sum.
     """
 
     name: str
@@ -51,10 +54,49 @@ class ParamSpec:
     trainable: bool = True
     group: int = 0
     tied_to: str | None = None
+    pieces: tuple[Piece, ...] = ()
+    summed: bool = False
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def dimension(self) -> int | None:
+        """The one that is cut."""
+        return next((d for d, axis in enumerate(self.axes or ()) if axis is not None), None)
+
+    @property
+    def counted(self) -> int:
+        """Elements that are no copies of another rank's: they come first."""
+        if not self.pieces:
+            return self.numel
+        own = sum(piece.length for piece in self.pieces if not piece.copy)
+        return self.numel // length_of(self.pieces) * own
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the logical parameter's values ``[global shape]``."""
+        d = self.dimension
+        if d is None or self.global_shape is None or self.start is None:
+            return whole
+        pieces = self.pieces or (Piece(self.start[d], self.shape[d]),)
+        return torch.cat([whole.narrow(d, piece.start, piece.length) for piece in pieces], dim=d)
+
+    def blocks(self, first: Sequence[int], extent: Sequence[int]) -> Iterator[tuple[int, int, tuple[int, ...], bool]]:
+        """Where a local block lies in the logical parameter: for each piece that it is in, first and length along the cut
+        dimension (within the block), start in the whole, and whether it is a copy."""
+        whole = tuple(a + b for a, b in zip(self.start or (0,) * len(self.shape), first, strict=True))
+        d = self.dimension
+        if not self.pieces or d is None:
+            yield 0, extent[d or 0] if extent else 0, whole, False
+            return
+        local = 0
+        for piece in self.pieces:
+            low, high = max(first[d], local), min(first[d] + extent[d], local + piece.length)
+            if low < high:
+                place = piece.start + low - local
+                yield low - first[d], high - low, (*whole[:d], place, *whole[d + 1 :]), piece.copy
+            local += piece.length
 
     def check(self) -> None:
         """Raise ValueError when ``axes``, ``global_shape`` or ``start`` do not fit ``shape``."""
@@ -64,6 +106,10 @@ class ParamSpec:
         cut = [axis for axis in self.axes or () if axis is not None]
         if cut and (self.global_shape is None or self.start is None):
             raise ValueError(f"{self.name}: cut along {cut}, so global_shape and start must be given")
+        if self.pieces and (len(cut) != 1 or length_of(self.pieces) != self.shape[self.dimension or 0]):
+            raise ValueError(f"{self.name}: pieces {self.pieces} do not make up the one cut dimension of shape {self.shape}")
+        if [piece.copy for piece in self.pieces] != sorted(piece.copy for piece in self.pieces):
+            raise ValueError(f"{self.name}: copies of other ranks' pieces come last, not as in {self.pieces}")
 
 
 @dataclass(frozen=True)
@@ -203,8 +249,11 @@ class FlatBuffers:
         return self._view(self.master_buffer, self.entry(name))
 
     def fill_(self, name: str, values: torch.Tensor) -> None:
-        """Give a parameter its first values: masters (what this rank owns of them) and compute-dtype parameter."""
-        entry, flat = self.entry(name), values.reshape(-1)
+        """Give a parameter its first values ``[global shape]``: masters (what this rank owns of them) and compute-dtype
+        parameter."""
+        entry = self.entry(name)
+        values = entry.spec.take(values)
+        flat = values.reshape(-1)
         if self.whole_masters:
             self.master(name).copy_(values)
         else:
@@ -291,20 +340,24 @@ class FlatBuffers:
         for name in self.tied_param_buffers:
             spec = self.tied[name]
             kind, role = ("param", Role.PARAM) if self.separate_params else ("master", Role.MASTER)
-            copy = self._logical(f"{kind}/{spec.tied_to}", self.param(name), role, spec)
-            tensors.append(replace(copy, replicated=(*copy.replicated, "pp")))
+            copies = self._logical(f"{kind}/{spec.tied_to}", self.param(name), role, spec)
+            tensors += [replace(copy, replicated=(*copy.replicated, "pp")) for copy in copies]
         for name, entry in self.entries.items():
             spec = entry.spec
             if self.whole_masters:
-                tensors.append(self._logical(f"master/{name}", self.master(name), Role.MASTER, spec))
+                tensors += self._logical(f"master/{name}", self.master(name), Role.MASTER, spec)
             else:
                 tensors += self._parts(f"master/{name}", self.master_buffer, Role.MASTER, entry)
             if entry.segment != "frozen":
                 tensors += self._parts(f"moment1/{name}", self.moment1_buffer, Role.MOMENT, entry)
                 tensors += self._parts(f"moment2/{name}", self.moment2_buffer, Role.MOMENT, entry)
             if self.separate_params:
-                tensors.append(self._logical(f"param/{name}", self.param(name), Role.PARAM, spec))
+                tensors += self._logical(f"param/{name}", self.param(name), Role.PARAM, spec)
         return tensors
+
+    def logical(self, label: str, tensor: torch.Tensor, role: Role, name: str) -> list[LogicalTensor]:
+        """``tensor``, laid out as the parameter ``name`` is here, as pieces of the logical tensor ``label``."""
+        return self._logical(label, tensor, role, self.entry(name).spec)
 
     def gradient_tensors(self) -> list[LogicalTensor]:
         """``grad/`` + name of every trainable parameter: its main gradient as the step left it; of a sharded one what this rank
@@ -321,17 +374,14 @@ class FlatBuffers:
         the buffer holds all of it, not the owned parts alone."""
         spec = entry.spec
         if self.buckets is None or not entry.numel:
-            return [self._logical(name, self._view(buffer, entry), role, spec)]
-        first = spec.start or (0,) * len(spec.shape)
+            return self._logical(name, self._view(buffer, entry), role, spec)
         parts = []
         for start, stop in self.own_parts(spec.name):
             at = entry.offset + start if whole else self._local(entry.offset + start)
             for begin, extent in boxes(spec.shape, start, stop):
                 size = math.prod(extent)
-                piece = self._logical(name, buffer[at : at + size].view(extent), role, spec)
-                place = tuple(a + b for a, b in zip(first, begin, strict=True))
-                replicated = tuple(axis for axis in piece.replicated if axis != "dp")
-                parts.append(replace(piece, start=place, replicated=replicated))
+                for piece in self._logical(name, buffer[at : at + size].view(extent), role, spec, begin):
+                    parts.append(replace(piece, replicated=tuple(axis for axis in piece.replicated if axis != "dp")))
                 at += size
         return parts
 
@@ -374,17 +424,27 @@ class FlatBuffers:
         return buffer[entry.offset : entry.offset + entry.numel].view(entry.spec.shape)
 
     @staticmethod
-    def _logical(name: str, tensor: torch.Tensor, role: Role, spec: ParamSpec) -> LogicalTensor:
+    def _logical(
+        name: str, tensor: torch.Tensor, role: Role, spec: ParamSpec, first: Sequence[int] | None = None
+    ) -> list[LogicalTensor]:
+        """A block of a parameter's local tensor, from local index ``first`` on (None: all of it)."""
         axes = spec.axes or (None,) * len(spec.shape)
-        return LogicalTensor(
-            name=name,
-            tensor=tensor,
-            role=role,
-            global_shape=spec.global_shape or spec.shape,
-            start=spec.start or (0,) * len(spec.shape),
-            axes=axes,
-            replicated=tuple(axis for axis in ("dp", "tp", "ep") if axis not in axes),
-        )
+        dimension = spec.dimension if spec.pieces else None
+        made = []
+        for begin, length, start, copy in spec.blocks(first or (0,) * len(spec.shape), tuple(tensor.shape)):
+            made.append(
+                LogicalTensor(
+                    name=name,
+                    tensor=tensor if dimension is None else tensor.narrow(dimension, begin, length),
+                    role=role,
+                    global_shape=spec.global_shape or spec.shape,
+                    start=start,
+                    axes=axes,
+                    replicated=tuple(axis for axis in ("dp", "tp", "ep") if axis not in axes),
+                    copy=copy,
+                )
+            )
+        return made
 
 
 def layout(specs: Sequence[ParamSpec], itemsizes: Sequence[int]) -> tuple[dict[str, Entry], list[int]]:

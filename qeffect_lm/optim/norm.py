@@ -5,6 +5,7 @@ in float64; the sums of all stages are put in (parameter, block) order, where th
 global, and added in that order by a tree over neighbours. Nothing in this depends on which stage held which
 parameter, on where a parameter lies in a flat buffer, or on the number of CPU threads:
 
+* where tensor parallelism cuts a parameter, each rank's piece is a parameter of its own here, and counts on its rank alone;
 * shards are cut at block edges only: a replica that owns part of the gradient sums whole blocks, and leaves zeros for the rest;
 * a block is always summed as one row of a matrix of one fixed shape ``[rows, 65536]``, zero-padded, because
   a reduction's rounding may depend on its shape (on CPU a 1-D sum of a block differs from the same block as
@@ -15,7 +16,7 @@ parameter, on where a parameter lies in a flat buffer, or on the number of CPU t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -93,15 +94,22 @@ class BlockSums:
     :meth:`compute_`. With sharded buffers it is zero too where another replica owns the block: the replicas' sums add up to
     those of the stage without rounding.
 
+    ``names``: name in the order → the parameter that is counted under it here; None: each under its own. Of what a rank holds a
+    copy of, other ranks' part is not counted.
+
     Raises ValueError when the flat buffers do not hold exactly the parameters, with the sizes, that
     ``order`` names.
     """
 
-    def __init__(self, flat: FlatBuffers, order: BlockOrder, stage: int) -> None:
-        names = order.local_names(stage)
-        if sorted(names) != sorted(flat.trainable_names):
-            different = sorted(set(names) ^ set(flat.trainable_names))
+    def __init__(
+        self, flat: FlatBuffers, order: BlockOrder, stage: int, names: Mapping[str, str] | None = None
+    ) -> None:
+        held = {name: name for name in flat.trainable_names} if names is None else dict(names)
+        listed = order.local_names(stage)
+        if sorted(listed) != sorted(held):
+            different = sorted(set(listed) ^ set(held))
             raise ValueError(f"stage {stage} and its buffers disagree about {', '.join(different)}")
+        names = {name: held[name] for name in listed}
         device = flat.device
         self._grads = flat.grad_buffer
         self._fused = kernels.usable(flat.grad_buffer)
@@ -124,14 +132,16 @@ class BlockSums:
         self._place(flat, order, self._all, runs)
 
     @classmethod
-    def _runs(cls, flat: FlatBuffers, order: BlockOrder, names: list[str]) -> list[tuple[int, int, int]]:
+    def _runs(cls, flat: FlatBuffers, order: BlockOrder, names: Mapping[str, str]) -> list[tuple[int, int, int]]:
         """What this rank owns: first and end in the flat buffer, and the place of the first block among the stage's sums."""
         runs, before = [], 0
-        for name in names:
-            entry = cls._entry(flat, order, name)
-            for start, stop in flat.own_parts(name):
-                runs.append((entry.offset + start, entry.offset + stop, before + start // BLOCK))
-            before += order.blocks_of(entry.numel)
+        for listed, name in names.items():
+            entry = cls._entry(flat, order, listed, name)
+            counted = entry.spec.counted
+            for start, stop in ((start, min(stop, counted)) for start, stop in flat.own_parts(name)):
+                if start < stop:
+                    runs.append((entry.offset + start, entry.offset + stop, before + start // BLOCK))
+            before += order.blocks_of(counted)
         return runs
 
     def _place(
@@ -147,7 +157,7 @@ class BlockSums:
         self._owned = compact[: len(places)]
         self.sums = torch.zeros(order.padded_blocks, dtype=torch.float64, device=flat.device)
 
-    def _plan_fused(self, flat: FlatBuffers, order: BlockOrder, names: list[str]) -> None:
+    def _plan_fused(self, flat: FlatBuffers, order: BlockOrder, names: Mapping[str, str]) -> None:
         """On a GPU one kernel forms all sums: where each block starts, and how long it is."""
         runs = self._runs(flat, order, names)
         spans = [(at, min(BLOCK, stop - at)) for start, stop, _ in runs for at in range(start, stop, BLOCK)]
@@ -157,10 +167,10 @@ class BlockSums:
         self._place(flat, order, self._all, runs)
 
     @staticmethod
-    def _entry(flat: FlatBuffers, order: BlockOrder, name: str) -> Entry:
+    def _entry(flat: FlatBuffers, order: BlockOrder, listed: str, name: str) -> Entry:
         entry = flat.entry(name)
-        if entry.numel != order.sizes[name]:
-            raise ValueError(f"{name}: {entry.numel} elements here, {order.sizes[name]} in the global order")
+        if entry.spec.counted != order.sizes[listed]:
+            raise ValueError(f"{name}: {entry.spec.counted} elements here, {order.sizes[listed]} in the global order")
         return entry
 
     def _plan(self, grad: torch.Tensor, block: int) -> int:

@@ -17,6 +17,7 @@ SHORT = (
     "test_tied.py::test_two_stages",
     "test_tools.py::test_generate_and_diff_on_the_command_line",
     "test_torchtitan.py::test_titans_trainer_with_our_pipeline",  # skipped without torchtitan
+    "test_tensor_parallel.py::test_two_ranks",
     "test_tp_linear.py::test_pair_equals_one_process[float64]",
     "test_zero.py::test_two_replicas",
 )

@@ -34,7 +34,7 @@ ELSEWHERE = {
     r"my_family": "tests/unit/test_extending.py, which takes the page's code",
     r"^srun": "needs Slurm",
     r"cuda|demo-gpu|tests/gpu|bench (placement|kernels|train|layers|capture|curves)|backend=te": "needs a GPU",
-    r"^python -m tools\.parity( --all| --json)?$": "minutes to hours; its cells are tests of their own",
+    r"^python -m tools\.parity( --all| --json| --parallel.*)?$": "minutes to hours; its cells are tests of their own",
     r"torchtitan": "make test-titan",
     r"nproc-per-node 8 -m tools": "eight ranks; the same with two is a test of its own",
 }

@@ -11,25 +11,30 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from checkpoint.layout import Box, tiling_fault
+from models.spec import ParameterSpec
 from pipeline.step_end import StepEnd
+from qeffect_lm.app.holdings import local_spec
 from qeffect_lm.errors import UsageError
 from qeffect_lm.fp8.recipes import CurrentScaling, DelayedScaling
 from qeffect_lm.graphs.host_replay import HostReplay
 from qeffect_lm.graphs.register import HiddenStateRegister
 from qeffect_lm.layers.base import Layer
 from qeffect_lm.layers.context import LayerContext
+from qeffect_lm.layers.linear import SplitLinear
 from qeffect_lm.optim.adamw import AdamW
-from qeffect_lm.optim.flat import FlatBuffers
+from qeffect_lm.optim.flat import FlatBuffers, ParamSpec
 from qeffect_lm.optim.lr import Schedule
 from qeffect_lm.optim.norm import BlockOrder
 from qeffect_lm.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from qeffect_lm.parallel.mesh import Mesh
+from qeffect_lm.parallel.tensor import TensorParallel
 from qeffect_lm.state import LogicalTensor, Role
 from tests.helpers import run_distributed
 from tests.unit.layer_harness import Harness, random
@@ -44,14 +49,12 @@ class Pair(Layer):
     def __init__(self, mesh: Mesh, kind: str) -> None:
         super().__init__("pair")
         recipe = DelayedScaling() if kind == "fp8" else None
-        options: dict[str, Any] = {
-            "group": mesh.group("tp"),
-            "bias": True,
-            "recipe": recipe,
-            "dtype": DTYPES[kind],
-        }
-        self.column = ColumnParallelLinear("pair.column", INPUTS, MIDDLE, **options)
-        self.row = RowParallelLinear("pair.row", MIDDLE, OUTPUTS, **options)
+        options: dict[str, Any] = {"bias": True, "recipe": recipe, "dtype": DTYPES[kind]}
+        tp, column, row = TensorParallel.of(mesh, sequence=False), SplitLinear, SplitLinear
+        if tp is not None:
+            options["tp"], column, row = tp, ColumnParallelLinear, RowParallelLinear
+        self.column = column("pair.column", INPUTS, MIDDLE, **options)
+        self.row = row("pair.row", MIDDLE, OUTPUTS, **options)
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
         return self.row(self.column(x, context), context)
@@ -89,14 +92,29 @@ def data(kind: str, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-def build(mesh: Mesh, kind: str) -> tuple[Harness, dict[str, Any]]:
+AXES = {"column.weight": ("tp", None), "column.bias": ("tp",), "row.weight": (None, "tp"), "row.bias": (None,)}
+
+
+def specs(mesh: Mesh, kind: str) -> dict[str, ParamSpec]:
+    """What this rank holds of each parameter."""
+    tp = TensorParallel.of(mesh, sequence=False)
+    whole = [ParameterSpec(n, tuple(t.shape), None, True, AXES[n[5:]]) for n, t in whole_parameters(kind).items()]
+    return {spec.name: local_spec(spec, tp) for spec in whole}
+
+
+def logical(spec: ParamSpec, name: str, piece: torch.Tensor, role: Role) -> LogicalTensor:
+    (made,) = FlatBuffers([replace(spec, name="p")]).logical(name, piece, role, "p")
+    return made
+
+
+def build(mesh: Mesh, kind: str) -> tuple[Harness, dict[str, ParamSpec]]:
     """The pair with this rank's pieces of the whole parameters."""
     pair = Pair(mesh, kind)
     harness = Harness(pair, history=1)
-    cuts = {**pair.column.cuts(), **pair.row.cuts()}
+    cuts = specs(mesh, kind)
     with torch.no_grad():
         for name, whole in whole_parameters(kind).items():
-            harness.parameters[name].copy_(cuts[name].of(whole))
+            harness.parameters[name].copy_(cuts[name].take(whole))
     harness.refresh()
     return harness, cuts
 
@@ -105,7 +123,10 @@ def step_end(mesh: Mesh, flat: FlatBuffers, harness: Harness) -> StepEnd:
     """The engine's own, of which only the reduction of amax is used here."""
     schedule = Schedule(lr=1e-3, total_steps=10)
     optimizer = AdamW(flat, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, clip_norm=None, schedule=schedule)
-    order = BlockOrder([(name, flat.grad(name).numel()) for name in flat.trainable_names], [flat.trainable_names])
+    held = [[f"{name} of {peer}" for name in flat.trainable_names] for peer in range(mesh.size("tp"))]
+    counted = dict(zip(held[mesh.coord("tp")], flat.trainable_names, strict=True))
+    sizes = [flat.grad(name).numel() for name in flat.trainable_names]
+    order = BlockOrder([pair for names in held for pair in zip(names, sizes, strict=True)], held)
     return StepEnd(
         mesh=mesh,
         flat=flat,
@@ -114,6 +135,7 @@ def step_end(mesh: Mesh, flat: FlatBuffers, harness: Harness) -> StepEnd:
         cache=harness.cache,
         order=order,
         microbatches=MICROBATCHES,
+        counted=counted,
     )
 
 
@@ -129,7 +151,7 @@ def plain(item: LogicalTensor) -> dict[str, Any]:
 def train(mesh: Mesh, kind: str) -> dict[str, Any]:
     """Two steps with a commit after each; everything a rank made, for comparison."""
     harness, cuts = build(mesh, kind)
-    flat = FlatBuffers([cut.param_spec(name, decay=True) for name, cut in cuts.items()])
+    flat = FlatBuffers(list(cuts.values()))
     end = step_end(mesh, flat, harness)
     report: dict[str, Any] = {"out": [], "dx": [], "middle": [], "scale": [], "open": [], "open_local": []}
     harness.module.row.register_forward_pre_hook(lambda _, args: report["middle"].append(args[0].detach().clone()))
@@ -143,8 +165,8 @@ def train(mesh: Mesh, kind: str) -> dict[str, Any]:
         report["open"].append(harness.timeline.open_amax.clone())
         harness.commit()
         report["scale"].append(harness.timeline.scale.clone())
-    grads = [cuts[n].logical(f"grad/{n}", g, Role.MASTER) for n, g in harness.grads.items()]
-    weights = [cuts[n].logical(f"param/{n}", p.detach(), Role.PARAM) for n, p in harness.parameters.items()]
+    grads = [logical(cuts[n], f"grad/{n}", g, Role.MASTER) for n, g in harness.grads.items()]
+    weights = [logical(cuts[n], f"param/{n}", p.detach(), Role.PARAM) for n, p in harness.parameters.items()]
     for name, parameter in harness.parameters.items():
         flat.master(name).copy_(parameter)
     report["tensors"] = [plain(item) for item in [*grads, *weights, *flat.logical_tensors()]]
@@ -237,11 +259,12 @@ def capture_and_replay(mesh: Mesh, kind: str) -> dict[str, Any]:
 
 def refusals(mesh: Mesh) -> list[str]:
     """What cannot be cut says so."""
-    group, messages = mesh.group("tp"), []
+    tp, messages = TensorParallel.of(mesh, sequence=False), []
+    assert tp is not None
     for make in (
-        lambda: ColumnParallelLinear("a.up", 4, 5, group=group),
-        lambda: RowParallelLinear("a.down", 5, 4, group=group),
-        lambda: ColumnParallelLinear("a.up", 4, 4, group=group, recipe=CurrentScaling()),
+        lambda: ColumnParallelLinear("a.up", 4, 5, tp=tp),
+        lambda: RowParallelLinear("a.down", 5, 4, tp=tp),
+        lambda: ColumnParallelLinear("a.up", 4, 4, tp=tp, recipe=CurrentScaling()),
     ):
         with pytest.raises(UsageError) as caught:
             make()
@@ -352,16 +375,7 @@ def test_names_in_logical_terms(ranks):
 
 
 def test_refusals(ranks):
-    wanted = ("a.up: 5 output features cannot be cut into 2", "a.down: 5 input features cannot be cut into 2")
+    wanted = ("a.up: 5 features cannot be cut into 2 equal pieces", "a.down: 5 features cannot be cut into 2 equal pieces")
     for report in ranks:
         assert all(m.startswith(w) for m, w in zip(report["refusals"], wanted, strict=False))
-        assert "a.up: current scaling" in report["refusals"][2] and "use delayed scaling" in report["refusals"][2]
-
-
-def test_one_process_is_the_plain_linear():
-    """Without a group nothing is cut: whole shapes, no tp coordinate, current scaling allowed."""
-    column = ColumnParallelLinear("up", 4, 6, bias=True, recipe=CurrentScaling())
-    cuts = column.cuts()
-    assert column.weight.shape == (6, 4) and cuts["up.weight"].start == (0, 0) and cuts["up.bias"].shape == (6,)
-    with pytest.raises(ValueError, match="is cut as one of"):
-        cuts["up.weight"].of(torch.zeros(4, 6))
+        assert "a.up: recipe current would" in report["refusals"][2] and "use delayed scaling" in report["refusals"][2]

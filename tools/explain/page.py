@@ -150,6 +150,8 @@ class _Drawing:
             lines.append(f"cached weights read: {len(record['weights'])}, version {', '.join(versions)}")
         if record["grads"]:
             lines.append(f"main gradients written: {len(record['grads'])}, beta {record['beta']}")
+        if record.get("collectives"):
+            lines.append(f"exchanges with tensor-parallel peers: {len(record['collectives'])}")
         if record.get("joined"):
             text = f"{len(record['joined'])}, beta {record['joint_beta']}"
             lines.append(f"main gradients written by one product of several microbatches: {text}")

@@ -82,6 +82,9 @@ def _entries(record: Record, cached: dict[str, int]) -> Iterator[Entry]:
         yield Entry(number, step, "step", texts[effect])
 
 
+EXCHANGES = {"gather": "gathered", "scatter": "summed, each rank keeps its tokens,", "sum": "summed"}
+
+
 def _act_entries(record: Record, cached: dict[str, int]) -> Iterator[Entry]:
     """The effects of an action, eager or a graph's."""
     number, step, kind, epoch = record["n"], record["step"], record["kind"], record["epoch"]
@@ -101,6 +104,9 @@ def _act_entries(record: Record, cached: dict[str, int]) -> Iterator[Entry]:
     for names, beta in ((record["grads"], record["beta"]), (record.get("joined", ()), record.get("joint_beta"))):
         for name in names:
             yield entry("grad", f"main gradient {'overwritten (beta 0)' if beta == 0 else 'added to (beta 1)'}", name)
+    for exchange in record.get("collectives", ()):
+        layer, _, what = exchange.rpartition(".")
+        yield entry("collective", f"{EXCHANGES.get(what, what)} over tensor-parallel peers", layer)
     for name in record.get("idle", ()):
         yield entry("grad", "left to the W of a later microbatch, which multiplies these operands with its own", name)
 

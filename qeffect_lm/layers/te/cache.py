@@ -20,6 +20,7 @@ from qeffect_lm.layers.te.library import Library
 from qeffect_lm.layers.te.recipe import BlockScaling
 from qeffect_lm.layers.te.region import opaque
 from qeffect_lm.layers.te.weight_grad import buffers_of
+from qeffect_lm.optim.flat import FlatBuffers
 from qeffect_lm.state import LogicalTensor, Role
 
 
@@ -70,9 +71,9 @@ class TEWeightCache(WeightCache):
         for name, layout, buffer in self._blocks():
             yield f"{name}/{layout}", buffer
 
-    def logical_tensors(self) -> list[LogicalTensor]:
+    def logical_tensors(self, flat: FlatBuffers | None = None) -> list[LogicalTensor]:
         """Those of the per-tensor caches; of block scaling ``cached_weight/<param>/<layout>``, FP8 data as such."""
-        items = super().logical_tensors()
+        items = super().logical_tensors(flat)
         for name, layout, buffer in self._blocks():
             typed = buffer.view(E4M3.dtype) if buffer.dtype is torch.uint8 else buffer
             items.append(LogicalTensor.whole(f"cached_weight/{name}/{layout}", typed, Role.CACHED_WEIGHT))
