@@ -1,8 +1,8 @@
 """Tensor and sequence parallelism over gloo against one process.
 
 In float64 the sums' order is all that differs: losses and norms agree to 1e-12 and masters (about 1) to 1e-9 after three steps.
-Under FP8 a value next to the border of two FP8 numbers may fall to the other side, so losses are near, and what must be equal bit
-for bit is one layout in several ways: eager, captured action by action, captured as whole steps.
+Under FP8 a value next to the border of two FP8 numbers may fall to the other side, so losses are near, and what must be equal
+bit for bit is one layout in several ways: eager, captured action by action, captured as whole steps.
 """
 
 from __future__ import annotations
