@@ -6,7 +6,7 @@ training's state that too. ``checkpoint.init_from`` starts a run from it, ``tool
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,8 @@ def read_native(path: Path, *, wide: bool = False, fp8: bool = False) -> Model:
     items = [_item(checkpoint, full) for full in _parameters(checkpoint, prefixes)]
     scales = _cached(checkpoint) if fp8 else {}
     items = [_item(checkpoint, f"cached_weight/{item.name}") if item.name in scales else item for item in items]
+    taken = {f"cached_weight{part}/{name}" for name in scales for part in ("", "_scale_inv")}
+    taken |= {f"scale/{name.removesuffix('.weight')}.input" for name in scales}
     origin, tokens = checkpoint.within("origin"), checkpoint.meta.get("tokens", 0)
     return Model(
         where=str(checkpoint.path),
@@ -77,7 +79,7 @@ def read_native(path: Path, *, wide: bool = False, fp8: bool = False) -> Model:
         files={name: raw for name, raw in checkpoint.companions().items() if name != MODEL_FILE},
         progress=Progress(checkpoint.step, tokens if isinstance(tokens, int) else 0),
         fp8=scales,
-        dropped=_left_behind(checkpoint, items),
+        dropped=_left_behind(checkpoint, items, taken),
     )
 
 
@@ -121,13 +123,13 @@ def _scalar(checkpoint: Checkpoint, full: str, inverse: bool = False) -> Callabl
     return read
 
 
-def _left_behind(checkpoint: Checkpoint, items: Sequence[Item]) -> tuple[str, ...]:
-    """What a checkpoint holds besides the parameters that are taken, by role."""
+def _left_behind(checkpoint: Checkpoint, items: Sequence[Item], taken: Set[str]) -> tuple[str, ...]:
+    """What a checkpoint holds besides the parameters, and what else is ``taken``, by role."""
     names = {item.name for item in items}
     count: dict[str, int] = {}
     for full, entry in checkpoint.manifest.tensors.items():
         kind, _, name = full.partition("/")
-        if kind in ("param", "master") and name in names:
+        if kind in ("param", "master") and name in names or full in taken:
             continue
         count[str(entry.role)] = count.get(str(entry.role), 0) + 1
     return tuple(f"{number} tensors of role {role}" for role, number in sorted(count.items()))

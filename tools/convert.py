@@ -33,12 +33,14 @@ from checkpoint.fileops import FileOps, naming
 from checkpoint.hf.config import model_section
 from checkpoint.hf.folder import read_json
 from checkpoint.hf.read import read_hf
+from checkpoint.hf.write import left_behind as fp8_left_behind
 from checkpoint.hf.write import plan_hf, write_hf
 from checkpoint.megatron.read import read_megatron
 from checkpoint.megatron.write import Ranks, check_model, left_behind, nbytes_of, options, write_megatron
 from checkpoint.native import SHARD_SIZE, read_native, saved_config, write_native
 from checkpoint.portable import CASTS, Item, Model
 from checkpoint.publish import check_destination, publish
+from qeffect_lm.app.text import check_tokenizer
 from qeffect_lm.config_yaml import read_layers
 from qeffect_lm.errors import UsageError
 from qeffect_lm.units import format_bytes, parse_bytes
@@ -143,6 +145,7 @@ def describe(model: Model, target: str, destination: Path, nbytes: int) -> dict[
     dtypes: dict[str, int] = {}
     for item in model.items:
         dtypes[item.dtype] = dtypes.get(item.dtype, 0) + 1
+    tokenizer = check_tokenizer(model.files, model.section["vocab_size"], Path(model.where))
     return {
         "source": model.where,
         "destination": str(destination),
@@ -155,7 +158,11 @@ def describe(model: Model, target: str, destination: Path, nbytes: int) -> dict[
         "largest_tensor_bytes": max((item.nbytes for item in model.items), default=0),
         "step": model.progress.step,
         "state": len(model.state),
-        "left_behind": [*model.dropped, *(left_behind(model) if target == "megatron" else [])],
+        "left_behind": [*model.dropped, *(left_behind(model) if target == "megatron" else fp8_left_behind(model))],
+        "tokenizer": tokenizer.file,
+        "tokenizer_ids": tokenizer.ids,
+        "vocab_size": model.section["vocab_size"],
+        "warnings": list(tokenizer.warnings),
         "load_with": f"--load {destination} {LOAD} {options(model)}" if target == "megatron" else None,
     }
 
@@ -170,7 +177,12 @@ def text(report: dict[str, Any], dry_run: bool) -> str:
     ]
     if report["state"]:
         lines.append(f"  with the training's state: {report['state']} tensors, step {report['step']}")
+    if report["tokenizer"]:
+        more = report["vocab_size"] - report["tokenizer_ids"]
+        unused = f"; {more:,} of the model's {report['vocab_size']:,} are none of its" if more else ""
+        lines.append(f"  tokenizer: {report['tokenizer']}, {report['tokenizer_ids']:,} ids{unused}")
     lines += [f"  left behind: {what}" for what in report["left_behind"]]
+    lines += [f"  warning: {what}" for what in report["warnings"]]
     if report["load_with"]:
         lines.append(f"  to load it in Megatron: {report['load_with']}")
     if dry_run:

@@ -35,7 +35,7 @@ _KINDS = ("weight", "weight_scale_inv", "activation_scale", "bias")
 _NAME = re.compile(rf"(?:(?:model|transformer)\.)?(?:(?:layers|h)\.(\d+)\.)?(.+)\.({'|'.join(_KINDS)})")
 
 
-_EXPERT = re.compile(r"(.+)\.block_sparse_moe\.experts\.(\d+)\.(w[123])\.weight")
+_EXPERT = re.compile(r"(.+)\.block_sparse_moe\.experts\.(\d+)\.(w[123])\.weight(_scale_inv)?")
 _STACKED = {"w1": ("gate_up_proj", 0), "w2": ("down_proj", 0), "w3": ("gate_up_proj", 1)}
 
 
@@ -53,7 +53,7 @@ def _stacked_order(name: str) -> tuple[list[tuple[bool, int, str]], int, int]:
     match, half, expert = _EXPERT.fullmatch(name), 0, 0
     if match is not None:
         kind, half = _STACKED[match[3]]
-        name, expert = f"{match[1]}.mlp.experts.{kind}", int(match[2])
+        name, expert = f"{match[1]}.mlp.experts.{kind}{match[4] or ''}", int(match[2])
     parts = name.replace(".block_sparse_moe.", ".mlp.").split(".")
     return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts], half, expert
 

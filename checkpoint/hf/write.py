@@ -26,7 +26,7 @@ from checkpoint.hf.order import units
 from checkpoint.hf.read import HEADER, stated_dtype
 from checkpoint.hf.tensors import EMBEDDING, Group, choose_tensors, tensor_groups, to_theirs
 from checkpoint.native import checked
-from checkpoint.portable import Model, Quantised, check_names, main_dtype
+from checkpoint.portable import Model, check_names, main_dtype
 from checkpoint.shards import DTYPE_TAGS, host_bytes, torch_dtype
 from qeffect_lm.errors import UsageError
 
@@ -75,8 +75,7 @@ def plan_hf(model: Model, shard_size: int | None = None) -> Layout:
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for group in groups:
         tensors |= {name: (items[group.ours].dtype, shape) for name, shape in group.theirs}
-        if group.ours in model.fp8:
-            tensors |= {name: ("float32", ()) for name in _scales(group, model.fp8[group.ours])}
+        tensors |= {name: ("float32", shape) for name, (shape, _) in _scales(model, group).items()}
     beside = {n: raw for n, raw in model.files.items() if n != INDEX and not n.endswith(HEADER) and n not in OURS}
     beside[CONFIG] = _config(model)
     if shard_size is None:
@@ -106,14 +105,29 @@ def _config(model: Model) -> bytes:
     return (json.dumps(made, indent=2, sort_keys=original is None) + "\n").encode()
 
 
-def _scales(group: Group, scales: Quantised) -> dict[str, Callable[[], torch.Tensor]]:
-    """The scales beside a linear's weights: one tensor of ours, so all of theirs have the same."""
-    found: dict[str, Callable[[], torch.Tensor]] = {}
-    for name in group.names:
-        found[f"{name}_scale_inv"] = scales.weight
-        if scales.input is not None:
-            found[f"{name.removesuffix('weight')}activation_scale"] = scales.input
+def _scales(model: Model, group: Group) -> dict[str, tuple[tuple[int, ...], Callable[[], torch.Tensor]]]:
+    """Name → shape and reader of the scales beside a linear's weights; none where it is not in FP8. One tensor of ours, so all
+    of theirs have the same. An expert's is a matrix of one number: loading stacks those of all experts as it does weights."""
+    if group.ours not in model.fp8:
+        return {}
+    scales = model.fp8[group.ours]
+    shape: tuple[int, ...] = (1, 1) if ".experts." in group.ours else ()
+    found = {f"{name}_scale_inv": (shape, scales.weight) for name in group.names}
+    if scales.input is not None and not _dynamic(model):
+        found |= {f"{name.removesuffix('weight')}activation_scale": ((), scales.input) for name in group.names}
     return found
+
+
+def _dynamic(model: Model) -> bool:
+    """Whether inputs are scaled by themselves. In a model with experts always: transformers has one choice for all linears, and
+    of an expert that no token has reached there is no scale."""
+    return model.section["family"] == "mixtral"
+
+
+def left_behind(model: Model) -> list[str]:
+    """What of the FP8 state has no place in theirs, in words."""
+    inputs = sum(scales.input is not None for scales in model.fp8.values()) if _dynamic(model) else 0
+    return [f"the scales of {inputs} inputs: with experts, transformers scales every input by itself"] if inputs else []
 
 
 def _quantization(model: Model) -> dict[str, Any]:
@@ -124,21 +138,34 @@ def _quantization(model: Model) -> dict[str, Any]:
     """
     if model.section["family"] == "gpt2":
         raise UsageError("--fp8: transformers has no FP8 form of gpt2's linears")
-    if model.section["family"] == "mixtral":
-        raise UsageError("--fp8: transformers stacks mixtral's experts, and has no FP8 form of them with a scale each")
-    static = {scales.input is not None for scales in model.fp8.values()}
+    static = {scales.input is not None and not _dynamic(model) for scales in model.fp8.values()}
     if len(static) > 1:
         raise UsageError(f"{model.where}: some FP8 inputs have a scale and some have none")
-    outside = ["lm_head"]
-    for group in tensor_groups(model.section, model.seq_len):
-        if len(group.shape) == 2 and group.ours.startswith("layers.") and group.ours not in model.fp8:
-            outside += [name.removesuffix(".weight") for name in group.names]
     return {
         "activation_scheme": "static" if static.pop() else "dynamic",
-        "modules_to_not_convert": outside,
+        "modules_to_not_convert": _outside(model),
         "quant_method": "fp8",
         "weight_block_size": None,
     }
+
+
+def _outside(model: Model) -> list[str]:
+    """Modules that are not in FP8; a layer's experts are one.
+
+    Raises:
+        UsageError: some experts of a layer are in FP8 and some are not.
+    """
+    outside, stacks = ["lm_head"], dict[str, bool]()
+    for group in tensor_groups(model.section, model.seq_len):
+        if len(group.shape) != 2 or not group.ours.startswith("layers."):
+            continue
+        within = group.ours in model.fp8
+        stack, found, _ = group.names[0].partition(".experts.")
+        if found and stacks.setdefault(stack, within) != within:
+            raise UsageError(f"--fp8: {group.ours} is {'' if within else 'not '}in FP8, unlike others of that layer's experts")
+        if not within:
+            outside += [f"{stack}.experts"] if found else [name.removesuffix(".weight") for name in group.names]
+    return list(dict.fromkeys(outside))
 
 
 def _kept(model: Model, tensors: Kinds) -> tuple[dict[str, bytes], dict[str, Place], dict[str, tuple[str, ...]]] | None:
@@ -226,9 +253,8 @@ def write_hf(model: Model, layout: Layout, folder: Path, ops: FileOps) -> None:
                 data = host_bytes(tensor)
                 for name in layout.names[theirs]:
                     shards.put(name, data)
-            if item.name in model.fp8:
-                for name, scale in _scales(groups[item.name], model.fp8[item.name]).items():
-                    shards.put(name, host_bytes(scale()))
+            for name, (shape, scale) in _scales(model, groups[item.name]).items():
+                shards.put(name, host_bytes(scale().reshape(shape)))
     except BaseException:
         shards.abandon()
         raise

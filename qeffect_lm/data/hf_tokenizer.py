@@ -29,13 +29,15 @@ class HuggingFaceTokenizer:
     before a text), ``bos_id`` (the last of these, or -1), ``end_ids`` (none: the file does not say), ``sha256`` of the file.
     Special tokens written out in a text are those tokens, as Hugging Face has it.
 
+    Args: ``raw``: the file's content, where it was read already.
+
     Raises UsageError where the file is missing or none of these, or the package ``tokenizers`` is.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, raw: bytes | None = None) -> None:
         self.path = Path(path)
         try:
-            raw = self.path.read_bytes()
+            raw = self.path.read_bytes() if raw is None else raw
         except OSError as error:
             raise UsageError(f"tokenizer {self.path} cannot be read: {error.strerror}") from error
         self.sha256 = hashlib.sha256(raw).hexdigest()

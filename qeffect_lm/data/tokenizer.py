@@ -101,14 +101,14 @@ class Tokenizer:
 
     Attributes: ``path``; ``vocab_size`` (number of ids); ``bos_id``, ``eos_id`` (-1 where the model has
     none); ``sha256`` of the model file; ``settings``, the JSON stored beside the model, or None for a model
-    from elsewhere. Raises UsageError when the file is missing, is no sentencepiece model, or is not the one
-    its settings describe.
+    from elsewhere. ``raw``, where it is given, is the file's content: no file is read then, and no settings.
+    Raises UsageError when the file is missing, is no sentencepiece model, or is not the one its settings describe.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, raw: bytes | None = None) -> None:
         self.path = Path(path)
         try:
-            model = self.path.read_bytes()
+            model = self.path.read_bytes() if raw is None else raw
         except FileNotFoundError:
             raise UsageError(
                 f"tokenizer {self.path} does not exist: give the path of a .model file, or make one "
@@ -117,7 +117,7 @@ class Tokenizer:
         except OSError as error:
             raise UsageError(f"tokenizer {self.path} cannot be read: {error.strerror}") from error
         self.sha256 = hashlib.sha256(model).hexdigest()
-        self.settings = self._read_settings()
+        self.settings = self._read_settings() if raw is None else None
         self._processor = self._load(model)
         self.vocab_size: int = self._processor.get_piece_size()
         self.bos_id: int = self._processor.bos_id()

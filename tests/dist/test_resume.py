@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import assert_same_run, checkpoint_of, metrics_of, overrides, run_here, write_config
+from tests.runs import CONFIG, assert_same_run, checkpoint_of, metrics_of, overrides, run_here, write_config
 from tools.common import TRAIN, children, kill_after, last_step, launch
 
 
@@ -112,6 +112,22 @@ def test_two_stages_killed_and_restarted_by_torchrun(folder):
     code, _ = run_here(folder, "restarted-one-process", "train.steps=40", "checkpoint.every=4")
     assert code == 0
     assert_same_run(folder, "restarted-one-process", "restarted", same_layout=False)
+
+
+@pytest.mark.long
+def test_experts_killed_over_two_stages(tmp_path):
+    """Mixtral in FP8, with dropout, windows and the balance loss: both ranks killed with SIGKILL three times, each time started
+    again; what comes out is one process's uninterrupted run."""
+    moe = "num_layers: 4, family: mixtral, sliding_window: 5, moe: {num_experts: 5, aux_loss_coef: 0.05}"
+    write_config(tmp_path, CONFIG.replace("num_layers: 4", moe).replace("{every: 3", "{every: 2"))
+    for kill in (3, 6, 10, None):
+        run = launch(tmp_path / "tiny.yaml", overrides(tmp_path, "killed", "parallel.pp=2"), 2, environment())
+        if kill is not None:
+            assert kill_after(run, tmp_path / "killed" / "metrics.jsonl", kill)
+        code, output = run.wait()
+        assert (code == 0) == (kill is None), output
+    assert run_here(tmp_path, "whole")[0] == 0
+    assert assert_same_run(tmp_path, "whole", "killed", same_layout=False) > 400
 
 
 def test_sigterm_saves_and_exits(folder):

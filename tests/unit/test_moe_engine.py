@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,21 +12,25 @@ import pytest
 import torch
 
 from checkpoint import SingleProcess, open_checkpoint
+from checkpoint.record import read_record
 from checkpoint.resume import restore
 from qeffect_lm.app.assemble import Assembly, assemble
 from qeffect_lm.app.dry_run import describe
 from qeffect_lm.app.inference import _unseen, load_for_inference
+from qeffect_lm.app.replay import replay
 from qeffect_lm.config import Config
 from qeffect_lm.contract.timeline import EMPTY, ScaleTimeline
 from qeffect_lm.fp8.grouped import Groups, amax_of_groups, group_scales, merge_amax
 from qeffect_lm.fp8.recipes import DelayedScaling
 from qeffect_lm.parallel.mesh import Mesh
+from qeffect_lm.runtime.launch import LaunchEnv
 from qeffect_lm.runtime.routing import routing_metrics
 from tests.resharding import Anywhere, save
 from tests.runs import CONFIG, assert_same_run, checkpoint_of, metrics_of, run_here, write_config
 from tests.tiny import Batch, batch, config, differing, local_plan, logits_of, merged, same_bits, train
 from tests.unit.engine_support import tensors
 from tests.unit.in_process import Ranks
+from tools.replay import told, verdict
 
 EXPERTS = 6
 ASLEEP, AWAKE = (4, 5), (0, 1)  # who is idle, while 4 and 5 sleep and after they woke up
@@ -298,8 +304,8 @@ RUN = CONFIG.replace("num_layers: 4", "num_layers: 2, family: mixtral, moe: {num
 
 
 def test_killed_equals_uninterrupted(tmp_path: Path) -> None:
-    """New objects from the checkpoint of step 2: losses, routing and all state as if nothing had happened; the run's line and
-    its metrics tell of experts."""
+    """New objects from the checkpoint of step 2: losses, routing and all state as if nothing had happened, and a replay of the
+    step after it; the run's line and its metrics tell of experts."""
     write_config(tmp_path, RUN)
     assert run_here(tmp_path, "whole", "checkpoint.every=2")[0] == 0
     source = tmp_path / "whole" / "checkpoints" / "step_00000002"
@@ -314,6 +320,12 @@ def test_killed_equals_uninterrupted(tmp_path: Path) -> None:
     assert any("47,520 parameters (29,088 of them active)" in line for line in said), said
 
 
+    for control, first in ((None, None), ("scale", "restored state: scale/layers.0.attention.out.input")):
+        done = replay(open_checkpoint(source), LaunchEnv(), [], control)
+        assert done is not None
+        report = verdict(Namespace(control=control), read_record(source), json.loads(json.dumps(told(done))))
+        compared = {part["name"]: part["compared"] for part in report["parts"]}
+        assert report["first"] == first and compared["gradients"] == 29, "tools.replay runs step 3 again"
     checkpoint = checkpoint_of(tmp_path, "rest")
     settled = Config.from_dict(checkpoint.meta["config"])
     assembly, mesh = assemble(settled), Mesh({})
