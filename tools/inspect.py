@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -196,7 +197,7 @@ def show(about: dict[str, Any], rows: Sequence[ScaleRow]) -> None:
     console.print(_size_table(about))
     if rows:
         console.print(scale_table(rows))
-        odd = Counter(note.split(" by ")[0].split(":")[0].split(" history's")[0] for row in rows for note in row.notes)
+        odd = Counter(re.split(r" by |:|(?<=history's) ", note)[0] for row in rows for note in row.notes)
         said = ", ".join(f"{count} × {note}" for note, count in odd.items()) or "nothing odd"
         console.print(f"{len(rows)} scales: {said}")
     else:

@@ -60,7 +60,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 
 @pytest.mark.parametrize("window", ["step", "microbatch"])
 @pytest.mark.parametrize("amax", ["max", "most_recent"])
-def test_the_scale_of_a_history_is_the_one_that_the_timeline_made(tmp_path, window, amax):
+def test_the_scale_of_a_history_is_the_one_that_the_timeline_made(tmp_path, capsys, window, amax):
     """Bit for bit, for each role whose history gives one; a scale off by one ulp is named, and no other."""
     timeline = rolled(window=window, amax=amax, margin=1, history=4)
     rows = scale_rows(open_checkpoint(saved(tmp_path / "sound", timeline)))
@@ -70,7 +70,9 @@ def test_the_scale_of_a_history_is_the_one_that_the_timeline_made(tmp_path, wind
     assert all(row.expected in (None, row.scale) for row in rows)
     chosen = next(row for row in rows if row.expected is not None)
     timeline.scale[timeline.index[chosen.name]] = float(torch.tensor(chosen.scale).nextafter(torch.tensor(0.0)))
-    again = scale_rows(open_checkpoint(saved(tmp_path / "off", timeline)))
+    off = saved(tmp_path / "off", timeline)
+    assert "1 × scale is not its history's" in run(capsys, off)[1].splitlines()[-1]
+    again = scale_rows(open_checkpoint(off))
     assert [row.name for row in again if any("its history's" in note for note in row.notes)] == [chosen.name]
 
 
