@@ -1,6 +1,6 @@
 """Writing ``torch_dist``: one layout for any ranks, since Megatron reshards it when it loads.
 
-Each layer's tensor is one entry of a stacked one, as Megatron's default has it.
+Each layer's tensor is one entry of a stacked one, as Megatron's default has it, and each expert's one of its layer's entry.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,33 +32,41 @@ from checkpoint.portable import Model
 
 # Of each layer, what Transformer Engine keeps a state for; none is given, and Megatron then starts with fresh ones.
 _WITH_STATE = (*LINEARS, "self_attention.core_attention")
+_EXPERT = re.compile(r"(mlp\.experts\.)local_experts\.(\d+)(\..+)")
 
 
 def write_torch_dist(model: Model, folder: Path, common: dict[str, Any], ops: FileOps, shard_size: int) -> None:
-    layers = int(model.section["num_layers"])
+    layers, experts = int(model.section["num_layers"]), (model.section.get("moe") or {}).get("num_experts")
     metadata = Metadata(state_dict_metadata={}, planner_data=None, storage_data={})
     with _Distcp(folder, ops, shard_size, metadata) as files:
         for item in model.items:
-            key, place = stacked_key(theirs(item.name))
+            key, place = stacked_key(theirs(item.name, experts is not None))
             tensor = checked(item)
-            start = (0,) * tensor.dim() if place is None else (place, *(0,) * tensor.dim())
-            whole = tensor.shape if place is None else (layers, *tensor.shape)
-            files.tensor(key, tensor if place is None else tensor[None], start, whole)
-        for module in _WITH_STATE:
-            for layer in range(layers):
+            start = (*place, *(0,) * tensor.dim())
+            whole = (*(layers, experts)[: len(place)], *tensor.shape)
+            files.tensor(key, tensor[(None,) * len(place)], start, whole)
+        for module, layer in ((module, layer) for module in _WITH_STATE for layer in range(layers)):
+            if experts is None or not module.startswith("mlp."):
                 files.object(f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}", [None])
+                continue
+            at = f"decoder.layers.mlp.experts.experts.{module.removeprefix('mlp.')}._extra_state"
+            for expert in range(experts):
+                files.object(f"{at}/shard_{layer}.{expert}_{layers}.{experts}", [None])
     write_file(ops, folder / COMMON, _saved({**common, "content_metadata": {"singleton_local_shards": False}}))
     write_file(ops, folder / METADATA, pickle.dumps(metadata))
     write_file(ops, folder / CONFIG, json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}).encode())
 
 
-def stacked_key(name: str) -> tuple[str, int | None]:
-    """The key of a layer's tensor among all layers', and the layer."""
+def stacked_key(name: str) -> tuple[str, tuple[int, ...]]:
+    """The key of a tensor among all layers' and experts', and which layer, which expert of it; () for what is in no layer."""
     prefix = "decoder.layers."
     if not name.startswith(prefix):
-        return name, None
+        return name, ()
     number, _, rest = name[len(prefix) :].partition(".")
-    return prefix + rest, int(number)
+    expert = _EXPERT.fullmatch(rest)
+    if expert is None:
+        return prefix + rest, (int(number),)
+    return f"{prefix}{expert[1]}experts{expert[3]}", (int(number), int(expert[2]))
 
 
 def _saved(value: Any) -> bytes:

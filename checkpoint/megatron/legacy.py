@@ -15,7 +15,7 @@ from typing import Any
 from checkpoint.layout import Box
 from checkpoint.megatron.found import MASTER, MOMENTS, Found, arguments, extra_state, number, others_in, steps_of
 from checkpoint.megatron.guard import Ref, open_files
-from checkpoint.megatron.names import gated, split_axis
+from checkpoint.megatron.names import gated, one_by_one, split_axis
 from checkpoint.megatron.pieces import Pieces
 from checkpoint.shards import as_integers
 from qeffect_lm.errors import UsageError
@@ -63,7 +63,7 @@ def _grid(folder: Path) -> dict[tuple[int, int], Path]:
         if match is None:
             continue
         if match[3] is not None:
-            raise UsageError(f"{path} belongs to an expert-parallel rank: models with experts are not converted")
+            raise UsageError(f"{path} belongs to an expert-parallel rank: load it with Megatron and save it as torch_dist")
         rank = int(match[1]), int(match[2] or 0)
         if rank in grid:
             raise UsageError(f"{path} and {grid[rank].parent.name} are of one rank")
@@ -133,7 +133,7 @@ def _numbering(stages: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], dic
                         f"{local}: this is a model of Megatron before Megatron-core; convert it with Megatron's own "
                         "tools/checkpoint first"
                     )
-                names[local] = local if match is None else f"decoder.layers.{before + int(match[1])}.{match[2]}"
+                names[local] = local if match is None else one_by_one(f"decoder.layers.{before + int(match[1])}.{match[2]}")
                 layers = layers if match is None else max(layers, int(match[1]) + 1)
             numbered[p, v] = names
             before += layers

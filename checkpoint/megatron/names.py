@@ -3,7 +3,8 @@
 Names are those of a GPT model of Megatron-core with global layer numbers. Its layers name a norm's weight in two ways: by
 itself (``input_layernorm.weight``), or inside the linear that Transformer Engine fuses it with
 (``self_attention.linear_qkv.layer_norm_weight``). Rows of the fused q, k and v are in our order: per group (KV head) its query
-heads, then k, then v. gate and up lie below each other in one process's tensor, as ours.
+heads, then k, then v. gate and up lie below each other in one process's tensor, as ours. Experts have one name here, that of
+layers which hold them one by one (``mlp.experts.local_experts.E.linear_fc1.weight``), whatever a checkpoint calls them.
 """
 
 from __future__ import annotations
@@ -26,13 +27,18 @@ _LAYER = {
     "mlp.linear_fc1.layer_norm": "mlp_norm",
     "mlp.linear_fc1": "mlp.gate_up",
     "mlp.linear_fc2": "mlp.down",
+    "mlp.router": "moe.router",
 }
+_EXPERT = {"linear_fc1": "gate_up", "linear_fc2": "down"}
 _MODEL = {
     "embedding.word_embeddings": "embedding",
     "decoder.final_layernorm": "final_norm",
     "output_layer": "head",
 }
 _NAME = re.compile(r"(?:decoder\.layers\.(\d+)\.)?(.+?)(?:(?<=layer_norm)_|(?<!layer_norm)\.)(weight|bias)")
+_ONE = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])")
+_MINE = re.compile(r"layers\.(\d+)\.moe\.experts\.(\d+)\.(gate_up|down)\.weight")
+_GROUPED = re.compile(r"(.*mlp\.experts\.)(linear_fc[12]\.)(weight)(\d+)")
 VOCABULARY = ("embedding.weight", "head.weight")
 # Our linears with FP8 roles, by Megatron's modules.
 LINEARS = {theirs: ours for theirs, ours in _LAYER.items() if ".linear_" in theirs and not theirs.endswith("layer_norm")}
@@ -47,14 +53,33 @@ def ours(name: str) -> str | None:
         return None
     layer, module, kind = match.groups()
     found = (_MODEL if layer is None else _LAYER).get(module)
+    expert = _ONE.fullmatch(module)
+    if layer is not None and expert is not None:
+        found = f"moe.experts.{int(expert[1])}.{_EXPERT[expert[2]]}"
     if found is None:
         return None
     return f"{found}.{kind}" if layer is None else f"layers.{layer}.{found}.{kind}"
 
 
-def theirs(name: str) -> str:
+def one_by_one(name: str) -> str:
+    """An expert's parameter by its own name, where a grouped layer has numbered weights (``…experts.linear_fc1.weight3``)."""
+    match = _GROUPED.fullmatch(name)
+    return name if match is None else f"{match[1]}local_experts.{int(match[4])}.{match[2]}{match[3]}"
+
+
+def theirs(name: str, experts: bool = False) -> str:
     """Megatron's name of one of our parameters, with a global layer number, as Transformer Engine's layers have it (what
-    ``torch_dist`` checkpoints use for all). Raises :class:`UsageError` for a parameter that its GPT model does not have."""
+    ``torch_dist`` checkpoints use for all). In a model with ``experts`` nothing is fused with the norm before them.
+
+    Raises:
+        UsageError: a parameter that its GPT model does not have.
+    """
+    one = _MINE.fullmatch(name)
+    if one is not None:
+        module = next(module for module, found in _EXPERT.items() if found == one[3])
+        return f"decoder.layers.{one[1]}.mlp.experts.local_experts.{one[2]}.{module}.weight"
+    if experts and name.endswith(".mlp_norm.weight"):
+        return f"decoder.{name.replace('mlp_norm', 'pre_mlp_layernorm')}"
     match = re.fullmatch(r"(?:layers\.(\d+)\.)?(.+)\.(weight|bias)", name)
     table = {found: module for module, found in (_MODEL | _LAYER).items()}  # the later names: those of the fused layers
     if match is None or match[2] not in table:
@@ -67,6 +92,7 @@ def theirs(name: str) -> str:
 def split_axis(name: str) -> int | None:
     """Along which dimension tensor parallelism cuts a parameter; None: every rank has it whole."""
     module, _, kind = re.sub(r"^decoder\.layers\.\d+\.", "", name).rpartition(".")
+    module = module if _ONE.fullmatch(module) is None else f"mlp.{module.rpartition('.')[2]}"
     if module in COLUMN and kind in ("weight", "bias"):
         return 0
     return 1 if module in ROW and kind == "weight" else None
@@ -74,7 +100,7 @@ def split_axis(name: str) -> int | None:
 
 def gated(name: str) -> bool:
     """Whether each rank's part holds its gate's rows, then its up's."""
-    return bool(re.fullmatch(r"decoder\.layers\.\d+\.mlp\.linear_fc1\.(weight|bias)", name))
+    return bool(re.fullmatch(r"decoder\.layers\.\d+\.mlp\.(experts\.local_experts\.\d+\.)?linear_fc1\.(weight|bias)", name))
 
 
 # ---- arguments -----------------------------------------------------------------------------------------------------
@@ -84,7 +110,6 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm",),
     "swiglu": (True,),
     "add_bias_linear": (False,),
-    "num_experts": (None, 0),
     "multi_latent_attention": (False, None),
     "apply_layernorm_1p": (False, None),
     "rotary_interleaved": (False, None),
@@ -107,7 +132,25 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "no_rope_freq": (None,),
     "glu_linear_offset": (0, 0.0, None),
     "activation_func_clamp_value": (None,),
-    "expert_model_parallel_size": (1, None),
+}
+# The same, of a model with experts.
+_ONLY_EXPERTS: Mapping[str, tuple[Any, ...]] = {
+    "moe_layer_freq": (1, None),
+    "moe_router_score_function": ("softmax", None),
+    "moe_router_pre_softmax": (False, None),
+    "moe_router_topk_scaling_factor": (None,),
+    "moe_router_enable_expert_bias": (False, None),
+    "moe_router_num_groups": (None,),
+    "moe_router_group_topk": (None,),
+    "moe_router_topk_limited_devices": (None,),
+    "moe_shared_expert_intermediate_size": (None, 0),
+    "moe_expert_capacity_factor": (None,),
+    "moe_input_jitter_eps": (None,),
+    "moe_apply_probs_on_input": (False, None),
+    "moe_latent_size": (None,),
+    "moe_single_grouped_weight": (False, None),
+    "add_qkv_bias": (False, None),
+    "qk_layernorm": (False, None),
 }
 
 
@@ -117,7 +160,9 @@ def model_section(args: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         UsageError: an argument that our models have nothing for, or one that is missing; names it.
     """
-    for name, allowed in _ONLY.items():
+    none = type(args.get("num_experts")) is int and args["num_experts"] == 0
+    experts = None if none else _optional(args, "num_experts", where)
+    for name, allowed in {**_ONLY, **(_ONLY_EXPERTS if experts else {})}.items():
         value = args.get(name, allowed[0])
         if value not in allowed:
             raise UsageError(f"{where}: the argument {name} is {value!r}, which is not supported; {allowed[0]!r} is")
@@ -143,6 +188,14 @@ def model_section(args: Mapping[str, Any], where: str) -> dict[str, Any]:
         "rope_theta": _number(args, "rotary_base", 10000.0, where),
         "tie_word_embeddings": not _flag(args, "untie_embeddings_and_output_weights", where),
     }
+    if experts is not None:
+        section |= {"family": "mixtral", "ffn_size": _optional(args, "moe_ffn_hidden_size", where) or section["ffn_size"]}
+        section["moe"] = {"num_experts": experts, "top_k": _optional(args, "moe_router_topk", where) or 2}
+        if section["moe"]["top_k"] > experts:
+            told = f"moe_router_topk is {section['moe']['top_k']} and num_experts {experts}"
+            raise UsageError(f"{where}: the argument {told}: a token cannot take more experts than there are")
+        for key, name in (("aux_loss_coef", "moe_aux_loss_coeff"), ("z_loss_coef", "moe_z_loss_coeff")):
+            section["moe"][key] = _number(args, name, 0.0, where)
     if _flag(args, "use_rope_scaling", where):  # Megatron's is Llama 3's, with its constants
         section["rope_scaling"] = {
             "type": "llama3",

@@ -215,7 +215,8 @@ def _state(
     step = torch.tensor(found.steps[0], dtype=torch.int64)
     state.append(Item("optimizer/step", (), "int64", lambda: step, Role.COUNTER))
     scales, history = _scales(found.extra, where)
-    return [*state, *scales], {"scales": {"history": history}} if scales else None, []
+    unknown = [f"FP8 scales and histories of {module}" for module in found.extra if _linear(module) is None]
+    return [*state, *scales], {"scales": {"history": history}} if scales else None, unknown
 
 
 def _scales(extra: Mapping[str, Sequence[Mapping[str, Any]]], where: str) -> tuple[list[Item], int]:
@@ -257,11 +258,10 @@ def _giver(value: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def _linear(module: str) -> str | None:
-    prefix = "decoder.layers."
-    if not module.startswith(prefix):
-        return None
-    number, _, rest = module[len(prefix) :].partition(".")
-    return f"layers.{number}.{LINEARS[rest]}" if rest in LINEARS else None
+    """Our name of a linear with FP8 roles; None for what is none."""
+    rest = re.sub(r"^decoder\.layers\.\d+\.", "", module)
+    name = ours(f"{module}.weight") if rest in LINEARS or ".local_experts." in rest else None
+    return None if name is None else name.removesuffix(".weight")
 
 
 def _tensor(state: Mapping[str, Any], key: str, module: str, where: str) -> torch.Tensor:

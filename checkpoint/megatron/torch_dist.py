@@ -2,7 +2,8 @@
 
 A layer's tensors are either stacked, one entry per layer, under a key without a number
 (``decoder.layers.mlp.linear_fc2.weight``), or each has a key of its own; gate and up may have keys of their own too
-(``…weight_w``, ``…weight_v``).
+(``…weight_w``, ``…weight_v``). Experts are stacked inside their layer's entry (``…mlp.experts.experts.linear_fc1.weight``), or
+numbered (``…mlp.experts.experts.3.linear_fc1.weight``).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from qeffect_lm.errors import UsageError
 
 CONFIG, COMMON, METADATA = "metadata.json", "common.pt", ".metadata"
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+?)\.((?:embedding|decoder|output_layer)\..+)")
+_EXPERT = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts\.)experts\.(?:(\d+)\.)?(linear_fc[12]\.(?:weight|bias))")
 _OBJECT = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
 _RESHARDABLE = (
     "its optimizer state is in the buffers of Megatron's distributed optimizer, whose order only that run knows: save it once "
@@ -102,12 +104,25 @@ def _sort_tensors(whole: Mapping[str, Pieces], found: Found) -> None:
 
 
 def _layers(name: str, pieces: Pieces) -> list[tuple[str, Pieces]]:
-    """By global layer numbers; a stacked tensor is one for each layer."""
+    """By global layer numbers; a stacked tensor is one for each layer, and for each expert in it."""
     prefix = "decoder.layers."
     if not name.startswith(prefix) or name[len(prefix)].isdigit():
-        return [(name, pieces)]
+        return _experts(name, pieces)
     rest = name[len(prefix) :]
-    return [(f"{prefix}{i}.{rest}", pieces.layer(i, f"{prefix}{i}.{rest}")) for i in range(pieces.shape[0])]
+    layers = [(f"{prefix}{i}.{rest}", pieces.layer(i, f"{prefix}{i}.{rest}")) for i in range(pieces.shape[0])]
+    return [each for layer in layers for each in _experts(*layer)]
+
+
+def _experts(name: str, pieces: Pieces) -> list[tuple[str, Pieces]]:
+    """One layer's tensor by the names of its experts, if it is theirs."""
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        return [(name, pieces)]
+    at, number_, rest = match.groups()
+    if number_ is not None:
+        return [(f"{at}local_experts.{int(number_)}.{rest}", pieces)]
+    names = [f"{at}local_experts.{e}.{rest}" for e in range(pieces.shape[0] if len(pieces.shape) > 1 else 0)]
+    return [(full, pieces.layer(e, full)) for e, full in enumerate(names)]
 
 
 def _sort_objects(objects: Mapping[str, Any], found: Found) -> None:
@@ -122,7 +137,11 @@ def _sort_objects(objects: Mapping[str, Any], found: Found) -> None:
             continue
         module = name.removesuffix("._extra_state")
         if module.startswith("decoder.layers.") and not module[len("decoder.layers.")].isdigit():
-            module = f"decoder.layers.{index}.{module[len('decoder.layers.') :]}"
+            layer, _, index = index.partition(".")
+            module = f"decoder.layers.{layer}.{module[len('decoder.layers.') :]}"
+        if ".mlp.experts.experts.linear_" in module:
+            module = module.replace(".experts.experts.", f".experts.local_experts.{index}.")
+        module = module.replace(".experts.experts.", ".experts.local_experts.")
         state = extra_state(value)
         if state is not None:
             found.extra.setdefault(module, []).append(state)

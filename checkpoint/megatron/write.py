@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from checkpoint.fileops import FileOps, naming, write_file
 from checkpoint.hf.description import Description, describe
@@ -43,7 +44,7 @@ def check_model(model: Model, ranks: Ranks | None) -> argparse.Namespace:
     _check_ranks(wanted, ranks)
     kinds: dict[str, str] = {}
     for item in model.items:
-        key = stacked_key(theirs(item.name))[0]
+        key = stacked_key(theirs(item.name, wanted.num_experts is not None))[0]
         if ranks is None and kinds.setdefault(key, item.dtype) != item.dtype:
             raise UsageError(f"{key} is {kinds[key]} in one layer and {item.dtype} in another: choose one with --dtype")
     arguments = _arguments(model, ranks)
@@ -59,6 +60,11 @@ def check_model(model: Model, ranks: Ranks | None) -> argparse.Namespace:
 def _check_ranks(model: Description, ranks: Ranks | None) -> None:
     if ranks is None:
         return
+    if model.num_experts is not None:
+        raise UsageError(
+            "--tp and --pp: mp_rank folders are not written for a model with experts: leave them out, Megatron reshards "
+            "torch_dist to any layout when it loads"
+        )
     for option, key in (("--tp", "num_kv_heads"), ("--tp", "ffn_size"), ("--pp", "num_layers")):
         number, size = ranks.tp if option == "--tp" else ranks.pp, getattr(model, key)
         if number < 1 or size % number:
@@ -82,6 +88,10 @@ def options(model: Model) -> str:
     d = describe(model.section, model.seq_len)
     given = [f"--norm-epsilon {d.norm_eps:g}"]
     given += ["--qk-layernorm"] if d.qk_norm else []
+    if d.num_experts is not None:
+        moe = model.section["moe"]
+        given.append(f"--moe-router-dtype fp32 --moe-aux-loss-coeff {moe.get('aux_loss_coef', 0.001):g}")
+        given += [f"--moe-z-loss-coeff {moe['z_loss_coef']:g}"] if moe.get("z_loss_coef") else []
     if d.rope_scaling["type"] == "llama3":
         given.append(f"--use-rope-scaling --rope-scaling-factor {d.rope_scaling['factor']:g}")
     return " ".join(given)
@@ -133,7 +143,8 @@ def _arguments(model: Model, ranks: Ranks | None) -> argparse.Namespace:
         apply_query_key_layer_scaling=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        num_experts=None,
+        num_experts=d.num_experts,
+        **_experts(model),
         vocab_size=d.vocab_size,
         padded_vocab_size=padded,
         make_vocab_size_divisible_by=DIVISOR,
@@ -146,6 +157,23 @@ def _arguments(model: Model, ranks: Ranks | None) -> argparse.Namespace:
         consumed_valid_samples=0,
         ckpt_format="torch_dist" if ranks is None else "torch",
     )
+
+
+def _experts(model: Model) -> dict[str, Any]:
+    """Arguments of a model with experts: weights are those of a softmax over the chosen ones, which is Mixtral's."""
+    d = describe(model.section, model.seq_len)
+    if d.num_experts is None:
+        return {}
+    return {
+        "moe_layer_freq": 1,
+        "moe_ffn_hidden_size": d.ffn_size,
+        "moe_router_topk": d.top_k,
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": False,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": model.section["moe"].get("aux_loss_coef", 0.001),
+        "moe_z_loss_coeff": model.section["moe"].get("z_loss_coef") or None,
+    }
 
 
 def write_megatron(

@@ -2,10 +2,12 @@
 
     python tests/golden/make_megatron.py OUT.tar.xz                    # Megatron-core importable, or --megatron FOLDER
     python tests/golden/make_megatron.py OUT.tar.xz --te               # on a GPU, layers of Transformer Engine, FP8 histories
+    python tests/golden/make_megatron.py OUT.tar.xz --moe              # a model with experts
     python tests/golden/make_megatron.py FOLDER --check                # the other way round: it loads what a conversion wrote
 
 FOLDER holds ``expected.safetensors`` and ``converted``, which ``tools.convert --to megatron`` made of that model (without
-``--tp`` and ``--pp``, or with both 1); Megatron-core's logits with it have to be the expected ones, bit for bit.
+``--tp`` and ``--pp``, or with both 1); Megatron-core's logits with it have to be the expected ones, bit for bit. With ``--moe``
+those of a model with experts.
 
 Megatron-core's own models, optimizer and checkpoint code run, with tiny sizes: first one process, whose model says what is
 right (logits in float32, every parameter, master and moment), then four with two tensor-parallel and two pipeline ranks,
@@ -17,6 +19,8 @@ which load that checkpoint, resharding it themselves, and save it in each layout
     dist_layers/            torch_dist of four, each layer and each half of gate and up under a key of its own, with common.pt
     torch_tp2_pp2/          mp_rank folders, with optimizer
     te/                     (--te) torch_dist of one process after FP8 steps, with the layers' extra states
+
+and with ``--moe`` likewise ``expected.safetensors`` and ``dist/``.
 
 Megatron-core wants a GPU and Python 3.12 for training. What is used of it here runs on a CPU and Python 3.11 too, once a
 few of its calls that name CUDA mean the CPU (:func:`without_cuda`); nothing of what it computes or writes is changed.
@@ -32,11 +36,13 @@ import sys
 import tarfile
 import tempfile
 import typing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, PADDED, SEQUENCE = 4, 16, 4, 2, 8, 24, 59, 64, 16
 STEPS, BATCH = 2, 8
+EXPERTS, TOP_K = 4, 2
 TE_SIZES = {"hidden_size": 128, "ffn_hidden_size": 256, "kv_channels": 32}  # FP8 products want multiples of 16
 
 
@@ -66,7 +72,7 @@ def without_cuda() -> None:
     CudaRNGStatesTracker.fork = lambda self, *_, **__: contextlib.nullcontext()
 
 
-def build(dtype: Any, *, te: bool = False, tp: int = 1, pp: int = 1) -> Any:
+def build(dtype: Any, *, te: bool = False, moe: bool = False, tp: int = 1, pp: int = 1, ep: int = 1) -> Any:
     """This rank's part of the model."""
     import torch
     from megatron.core import parallel_state
@@ -96,9 +102,13 @@ def build(dtype: Any, *, te: bool = False, tp: int = 1, pp: int = 1) -> Any:
         bias_dropout_fusion=False,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
+        **(MOE | {"expert_model_parallel_size": ep} if moe else {}),
         **({"fp8": "hybrid", "fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"} if te else {}),
     )
-    spec = get_gpt_layer_with_transformer_engine_spec() if te else get_gpt_layer_local_spec(normalization="RMSNorm")
+    if te:
+        spec = get_gpt_layer_with_transformer_engine_spec()
+    else:
+        spec = get_gpt_layer_local_spec(EXPERTS if moe else None, False, normalization="RMSNorm")
     model = GPTModel(
         config,
         spec,
@@ -113,6 +123,28 @@ def build(dtype: Any, *, te: bool = False, tp: int = 1, pp: int = 1) -> Any:
     return model.to(dtype)  # torch's norms were made in float32
 
 
+# Megatron-core's options of a model with experts, which are Mixtral's.
+MOE = {
+    "num_moe_experts": EXPERTS,
+    "moe_router_topk": TOP_K,
+    "moe_router_dtype": "fp32",
+    "moe_aux_loss_coeff": 0.01,
+    "moe_token_dispatcher_type": "allgather",
+}
+MOE_ARGS = {
+    "num_experts": EXPERTS,
+    "moe_layer_freq": 1,
+    "moe_ffn_hidden_size": FFN,
+    "moe_router_topk": TOP_K,
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.01,
+    "moe_z_loss_coeff": None,
+    "moe_grouped_gemm": False,
+}
+
+
 def optimizer_of(model: Any) -> Any:
     import torch
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -125,7 +157,7 @@ def optimizer_of(model: Any) -> Any:
     return get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
 
 
-def arguments(tp: int, pp: int, te: bool = False) -> argparse.Namespace:
+def arguments(tp: int, pp: int, te: bool = False, moe: bool = False, ep: int = 1) -> argparse.Namespace:
     """What Megatron's training script saves of its arguments, those that describe the model and the training."""
     sizes = {"hidden_size": HIDDEN, "ffn_hidden_size": FFN, "kv_channels": HEAD_DIM, **(TE_SIZES if te else {})}
     return argparse.Namespace(
@@ -152,7 +184,7 @@ def arguments(tp: int, pp: int, te: bool = False) -> argparse.Namespace:
         normalization="RMSNorm",
         norm_epsilon=1e-5,
         qk_layernorm=False,
-        num_experts=None,
+        **(MOE_ARGS if moe else {"num_experts": None}),
         mtp_num_layers=None,
         multi_latent_attention=False,
         window_size=None,
@@ -164,7 +196,7 @@ def arguments(tp: int, pp: int, te: bool = False) -> argparse.Namespace:
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=None,
-        expert_model_parallel_size=1,
+        expert_model_parallel_size=ep,
         params_dtype=__import__("torch").bfloat16,
         iteration=STEPS,
         consumed_train_samples=STEPS * BATCH,
@@ -176,14 +208,17 @@ def arguments(tp: int, pp: int, te: bool = False) -> argparse.Namespace:
     )
 
 
-def state(model: Any, optimizer: Any, tp: int, pp: int, metadata: dict[str, Any] | None, te: bool = False) -> dict[str, Any]:
+def state(
+    model: Any, optimizer: Any, tp: int, pp: int, metadata: dict[str, Any] | None, te: bool = False, **more: Any
+) -> dict[str, Any]:
     """What is saved: as Megatron's own training script puts it together."""
     import torch
 
-    made: dict[str, Any] = {"args": arguments(tp, pp, te), "checkpoint_version": 3.0, "iteration": STEPS}
+    made: dict[str, Any] = {"args": arguments(tp, pp, te, **more), "checkpoint_version": 3.0, "iteration": STEPS}
     if metadata is None:
         made["model"] = model.state_dict_for_save_checkpoint()
-        made["optimizer"] = optimizer.state_dict()
+        if optimizer is not None:
+            made["optimizer"] = optimizer.state_dict()
         made["rng_state"] = [{"torch_rng_state": torch.get_rng_state()[:16].clone()}]
     else:
         made["model"] = model.sharded_state_dict(metadata=dict(metadata))
@@ -211,13 +246,13 @@ METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 LAYERWISE = {"singleton_local_shards": True, "chained_optim_avoid_prefix": True}
 
 
-def one_process(out: Path) -> None:
+def one_process(out: Path, moe: bool = False) -> None:
     """The model that says what is right, and its checkpoint."""
     import torch
     from safetensors.torch import save_file
 
     torch.manual_seed(1)
-    model = build(torch.bfloat16)
+    model = build(torch.bfloat16, moe=moe)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape)
@@ -228,14 +263,15 @@ def one_process(out: Path) -> None:
             parameter.main_grad = torch.randn(parameter.shape) * 0.1
         optimizer.step()
     expected: dict[str, Any] = {}
-    inner = optimizer.chained_optimizers[0] if hasattr(optimizer, "chained_optimizers") else optimizer
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for group, masters in zip(inner.float16_groups, inner.fp32_from_float16_groups, strict=True):
-        for parameter, master in zip(group, masters, strict=True):
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        pairs = zip(inner.float16_groups, inner.fp32_from_float16_groups, strict=True)
+        for parameter, master in (pair for group, masters in pairs for pair in zip(group, masters, strict=True)):
             name, moments = names[id(parameter)], inner.optimizer.state[master]
             expected[f"param/{name}"], expected[f"master/{name}"] = parameter.detach(), master.detach()
             expected[f"exp_avg/{name}"], expected[f"exp_avg_sq/{name}"] = moments["exp_avg"], moments["exp_avg_sq"]
-    wide = build(torch.float32)
+    assert len(expected) == 4 * len(names)
+    wide = build(torch.float32, moe=moe)
     wide.load_state_dict({k: v.float() if v is not None else v for k, v in model.state_dict().items()})
     tokens = torch.randint(0, VOCAB, (2, SEQUENCE))
     mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
@@ -243,7 +279,7 @@ def one_process(out: Path) -> None:
         logits = wide(tokens, torch.arange(SEQUENCE)[None].expand(2, SEQUENCE), mask)
     expected |= {"tokens": tokens, "logits": logits[..., :VOCAB].contiguous()}
     save_file({name: tensor.clone().contiguous() for name, tensor in expected.items()}, out / "expected.safetensors")
-    save_dist(out / "dist", state(model, optimizer, 1, 1, METADATA), METADATA)
+    save_dist(out / "dist", state(model, optimizer, 1, 1, METADATA, moe=moe), METADATA)
 
 
 def four_processes(out: Path) -> None:
@@ -299,7 +335,7 @@ def with_te(out: Path) -> None:
     save_dist(out / "te", saved, METADATA)
 
 
-def check(out: Path) -> None:
+def check(out: Path, moe: bool = False) -> None:
     """Load a converted checkpoint as Megatron does, and compare logits."""
     import torch
     from megatron.core import dist_checkpointing
@@ -307,7 +343,7 @@ def check(out: Path) -> None:
 
     folder, expected = out / "converted" / "release", load_file(out / "expected.safetensors")
     assert (folder.parent / "latest_checkpointed_iteration.txt").read_text() == "release"
-    model = build(torch.bfloat16)
+    model = build(torch.bfloat16, moe=moe)
     if (folder / "metadata.json").exists():
         wanted = {"model": model.sharded_state_dict(metadata=dict(METADATA))}
         state = dist_checkpointing.load(wanted, str(folder))
@@ -327,7 +363,7 @@ def check(out: Path) -> None:
             state["model"][name] = state["model"][name][:PADDED]  # Megatron's divisor is 128 there, and 64 here
     assert state["args"].num_layers == LAYERS and state["checkpoint_version"] == 3.0
     print(model.load_state_dict(state["model"], strict=True))
-    wide = build(torch.float32)
+    wide = build(torch.float32, moe=moe)
     wide.load_state_dict({k: v.float() if v is not None else v for k, v in model.state_dict().items()})
     mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
     with torch.no_grad():
@@ -336,7 +372,14 @@ def check(out: Path) -> None:
     assert torch.equal(logits, expected["logits"])
 
 
-PHASES = {"check": check, "one": one_process, "four": four_processes, "te": with_te}
+PHASES = {
+    "check": check,
+    "one": one_process,
+    "four": four_processes,
+    "te": with_te,
+    "moe-check": partial(check, moe=True),
+    "moe-one": partial(one_process, moe=True),
+}
 
 
 def rank(phase: str, out: Path) -> None:
@@ -360,6 +403,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--megatron", help="a folder with the package megatron (and what it needs), put before others")
     parser.add_argument("--te", action="store_true")
+    parser.add_argument("--moe", action="store_true")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--phase", choices=PHASES, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -369,10 +413,10 @@ def main() -> None:
         rank(given.phase, given.out)
         return
     if given.check:
-        run("check", str(given.out), given.megatron)
+        run("moe-check" if given.moe else "check", str(given.out), given.megatron)
         return
     with tempfile.TemporaryDirectory() as folder:
-        for phase in ["te"] if given.te else ["one", "four"]:
+        for phase in ["te"] if given.te else ["moe-one"] if given.moe else ["one", "four"]:
             run(phase, folder, given.megatron)
         with tarfile.open(given.out, "w:xz", preset=9) as archive:
             for path in sorted(Path(folder).iterdir()):

@@ -147,7 +147,7 @@ def test_answers_of_the_child_are_checked(golden: Path, monkeypatch, change: dic
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("num_experts", 8),
+        ("num_experts", "8"),
         ("normalization", "LayerNorm"),
         ("swiglu", False),
         ("add_bias_linear", True),
