@@ -17,22 +17,24 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from qeffect_lm.data.chat import TEMPLATES
-from qeffect_lm.data.corpus import TokenizerTraining, make_corpus, merge, split, write_manifest
+from qeffect_lm.data.corpus import TokenizerTraining, make_corpus
 from qeffect_lm.data.encoding import Settings, open_tokenizer
-from qeffect_lm.data.files import sha256_of_files
 from qeffect_lm.data.indexed import IndexedDataset
 from qeffect_lm.data.inputs import FORMATS
-from qeffect_lm.errors import QEffectError, UsageError
+from qeffect_lm.data.manifest import open_mask, tokenizer_of, verify
+from qeffect_lm.data.pairs import merge, split
+from qeffect_lm.errors import UsageError
 from qeffect_lm.units import format_bytes
 from tools.common import add_traceback, run_tool
 
@@ -133,9 +135,7 @@ def _make(arguments: argparse.Namespace) -> int:
 
 
 def _merge(arguments: argparse.Namespace) -> int:
-    merge(arguments.prefix, arguments.output)
-    made = IndexedDataset(arguments.output)
-    write_manifest(made, None, {"merged": [IndexedDataset(prefix, empty=True).content_hash() for prefix in arguments.prefix]})
+    made = merge(arguments.prefix, arguments.output)
     print(f"{arguments.output}.bin/.idx: {made.num_documents} documents, {made.num_tokens} tokens")
     return 0
 
@@ -159,30 +159,43 @@ def _inspect(arguments: argparse.Namespace) -> int:
     print(f"{dataset.prefix}: {dataset.num_documents} documents of {lengths.min()} to {lengths.max()} tokens")
     size = sum(path.stat().st_size for path in dataset.files)
     print(f"{dataset.num_tokens} tokens, {dataset.dtype.name}, {dataset.num_sequences} sequences, {format_bytes(size)}")
-    path = Path(f"{arguments.prefix}.json")
-    manifest = json.loads(path.read_bytes()) if path.exists() else {}
-    if manifest.get("tokenizer"):
-        print(f"tokenizer {manifest['tokenizer']['sha256']} ({manifest['tokenizer']['vocab_size']} ids)")
+    if (tokenizer := tokenizer_of(arguments.prefix)) is not None:
+        print(f"tokenizer {tokenizer['sha256']} ({tokenizer['vocab_size']} ids)")
+    mask = open_mask(dataset)
+    if mask is not None:
+        print(f"mask: {int(np.count_nonzero(mask.tokens))} tokens count as targets")
     if arguments.document is not None:
         if not 0 <= arguments.document < dataset.num_documents:
-            raise UsageError(f"document {arguments.document} is not one of the {dataset.num_documents}")
-        tokens = dataset.document(arguments.document).tolist()
-        print(tokens if arguments.tokenizer is None else _text(arguments.tokenizer, tokens))
+            raise UsageError(f"document {arguments.document} is not one of the {dataset.num_documents}, counted from 0")
+        counted = None if mask is None else mask.document(arguments.document)
+        print(_shown(arguments, dataset.document(arguments.document), counted))
     if arguments.verify:
-        found = {"idx": sha256_of_files(dataset.files[:1]), "bin": sha256_of_files(dataset.files[1:])}
-        if "sha256" not in manifest:
-            print(f"SHA-256 {found}; no manifest to compare with")
-            return 0
-        for file, ending in zip(dataset.files, ("idx", "bin"), strict=True):
-            if manifest["sha256"].get(ending) != found[ending]:
-                raise QEffectError(f"{file} is not what {path} describes: it was changed or damaged; copy it again")
-        print("both files are those of the manifest")
+        print(verify(arguments.prefix))
     return 0
 
 
-def _text(tokenizer: Path, tokens: list[int]) -> str:
-    model: object = open_tokenizer(tokenizer)
-    return str(model.decode(tokens))  # type: ignore[attr-defined]
+def _shown(arguments: argparse.Namespace, tokens: np.ndarray, counted: np.ndarray | None) -> str:
+    """Token ids, or their text; what a mask counts in brackets of its own."""
+    runs = [(tokens, False)]
+    if counted is not None and len(tokens):
+        edges = np.flatnonzero(np.diff(counted != 0)) + 1
+        runs = [(part, bool(mask[0])) for part, mask in zip(np.split(tokens, edges), np.split(counted, edges), strict=True)]
+    text = (lambda ids: " ".join(map(str, ids))) if arguments.tokenizer is None else _text_of(arguments)
+    return "".join(f"⟦{text(ids.tolist())}⟧" if counts else text(ids.tolist()) for ids, counts in runs)
+
+
+def _text_of(arguments: argparse.Namespace) -> Callable[[list[int]], str]:
+    """Ids to text; pieces without a text of their own by name."""
+    model: Any = open_tokenizer(arguments.tokenizer)
+    told = tokenizer_of(arguments.prefix)
+    if told is not None and told["sha256"] != model.sha256:
+        raise UsageError(f"{arguments.tokenizer} is not the tokenizer of {arguments.prefix}: its SHA-256 is {model.sha256}")
+
+    def text(ids: list[int]) -> str:
+        made = b"".join(model.piece_bytes(token) or model.piece_name(token).encode() for token in ids)
+        return made.decode(errors="replace")
+
+    return text
 
 
 def main(argv: Sequence[str] | None = None) -> int:

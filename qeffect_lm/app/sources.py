@@ -11,6 +11,7 @@ from qeffect_lm.config import Config
 from qeffect_lm.data.index import IndexCache
 from qeffect_lm.data.indexed import IndexedDataset
 from qeffect_lm.data.loader import StepBatch, StepLoader, StepShape, check_tokens, sequential_batches
+from qeffect_lm.data.manifest import tokenizer_of
 from qeffect_lm.data.packing import Samples
 from qeffect_lm.errors import UsageError
 from qeffect_lm.parallel.mesh import Mesh
@@ -82,11 +83,25 @@ def held_out_batch(config: Config) -> StepBatch | None:
     samples = samples_of(config, open_dataset(config.data.valid, "data.valid"))
     batch = sequential_batches(samples, config.data.microbatch_size, config.train.eval_microbatches)
     check_tokens(batch, config.model.vocab_size)
+    if not batch.tokens:
+        raise UsageError(f"none of the samples of data.valid={config.data.valid} has a target that counts: hold out others")
     return batch
 
 
 def check_tokenizer(config: Config) -> None:
-    """The tokenizer's vocabulary is the model's."""
+    """The tokenizer's vocabulary is the model's, and all corpora were made with it, as far as their manifests say.
+
+    Raises:
+        UsageError: they were not.
+    """
+    told = {prefix: tokenizer_of(prefix) for prefix in [*blend_of(config)[1], config.data.valid] if prefix is not None}
+    known = [(prefix, found["sha256"]) for prefix, found in told.items() if found is not None]
+    for prefix, sha in known:
+        if sha != known[0][1]:
+            raise UsageError(
+                f"{known[0][0]} and {prefix} were made with different tokenizers (SHA-256 {known[0][1][:12]} and {sha[:12]}): "
+                "preprocess them with one"
+            )
     if config.data.tokenizer is None:
         return
     from qeffect_lm.data.encoding import open_tokenizer  # needs sentencepiece, which training on token ids alone does not
@@ -96,6 +111,11 @@ def check_tokenizer(config: Config) -> None:
         raise UsageError(
             f"{config.data.tokenizer} has {tokenizer.vocab_size} tokens, model.vocab_size is {config.model.vocab_size}: set "
             f"model.vocab_size={tokenizer.vocab_size}, or use the model's own tokenizer"
+        )
+    if known and known[0][1] != tokenizer.sha256:
+        raise UsageError(
+            f"{known[0][0]} was made with another tokenizer than {config.data.tokenizer} (SHA-256 {known[0][1][:12]} and "
+            f"{tokenizer.sha256[:12]}): set data.tokenizer to that one, or preprocess the corpus again"
         )
 
 

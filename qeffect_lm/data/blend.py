@@ -12,6 +12,7 @@ was, a new one begins at its first sample.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -24,6 +25,7 @@ import numpy.typing as npt
 from qeffect_lm.errors import UsageError, shown
 
 LONGEST_PERIOD = 1 << 20
+LARGEST = 1 << 56  # sample number that a saved cursor may hold: computing with it stays within 64 bits
 Numbers = npt.NDArray[np.int64]
 
 
@@ -33,19 +35,31 @@ def whole_weights(weights: Sequence[float | str | Fraction]) -> list[int]:
     Raises:
         UsageError: one is not above 0, or the proportions need a longer period than 2^20 samples.
     """
-    exact = [Fraction(str(weight)) for weight in weights]
-    if any(weight <= 0 for weight in exact):
-        raise UsageError(f"weights {list(map(str, weights))}: each must be above 0; leave a source out instead")
+    exact = [_exact(weight) for weight in weights]
     scale = lcm(*(weight.denominator for weight in exact))
     whole = [int(weight * scale) for weight in exact]
     common = gcd(*whole)
     whole = [weight // common for weight in whole]
     if sum(whole) > LONGEST_PERIOD:
         raise UsageError(
-            f"weights {list(map(str, weights))} come round after {sum(whole)} samples only, more than {LONGEST_PERIOD}: give "
-            "them with fewer decimals"
+            f"weights {list(map(str, weights))} come round after more than {LONGEST_PERIOD} samples: give them with fewer "
+            "decimals"
         )
     return whole
+
+
+def _exact(weight: float | str | Fraction) -> Fraction:
+    if isinstance(weight, Fraction):
+        made = weight
+    else:
+        try:
+            size = float(weight)  # before the exact number, which for 1e999999999 would fill the memory
+            made = Fraction(str(weight)) if math.isfinite(size) and size > 0 else Fraction(0)
+        except ValueError:
+            raise UsageError(f"weight {shown(repr(weight))} is no number") from None
+    if made <= 0:
+        raise UsageError(f"weight {shown(str(weight))}: each must be above 0, and finite; leave a source out instead")
+    return made
 
 
 @dataclass(frozen=True)
@@ -72,7 +86,7 @@ class Segment:
                 tuple(row["offset"] for row in rows),
             )
             numbers = [made.first, *made.weights, *made.offsets]
-            wrong = any(type(number) is not int or number < 0 for number in numbers)
+            wrong = any(type(number) is not int or not 0 <= number <= LARGEST for number in numbers)
             wrong = wrong or not 0 < sum(made.weights) <= LONGEST_PERIOD
         except (KeyError, TypeError) as error:
             raise UsageError(f"the saved data cursor's blend is {shown(repr(value))}, which is none") from error

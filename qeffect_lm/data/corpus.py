@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,15 +24,16 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from qeffect_lm.data.chat import TEMPLATES
-from qeffect_lm.data.encoding import PARTS, Settings, ShardEncoder, ShardJob, ShardResult, TextTokenizer, open_tokenizer
-from qeffect_lm.data.files import fsync_directory, sha256_of_files, write_atomic, write_errors
-from qeffect_lm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path
-from qeffect_lm.data.inputs import Bad, Shard, cut, shard_size
+from qeffect_lm.data.encoding import Settings, ShardEncoder, ShardJob, ShardResult, TextTokenizer, good, open_tokenizer
+from qeffect_lm.data.files import write_atomic
+from qeffect_lm.data.indexed import IndexedDataset
+from qeffect_lm.data.inputs import FORMATS, Bad, Shard, cut, printable, shard_size
+from qeffect_lm.data.manifest import check_free, write_manifest
+from qeffect_lm.data.pairs import PartReport, check_fractions, joined, named, publish, stage_of, working
 from qeffect_lm.data.pool import run_jobs
 from qeffect_lm.data.stats import entropy, token_counts
-from qeffect_lm.data.tokenizer import Tokenizer, train_sentencepiece
+from qeffect_lm.data.tokenizer import Tokenizer, is_settings, train_sentencepiece
 from qeffect_lm.errors import UsageError
-from qeffect_lm.runtime.lock import holding
 
 FORMAT = 1
 _NAMED_SKIPS = 20
@@ -46,16 +45,6 @@ class TokenizerTraining:
 
     vocab_size: int = 4096
     model_type: str = "bpe"
-
-
-@dataclass(frozen=True)
-class PartReport:
-    """One written part: the prefix of its files, documents, tokens (ends of sequence included), nats per token."""
-
-    prefix: Path
-    documents: int
-    tokens: int
-    unigram_entropy: float
 
 
 @dataclass(frozen=True)
@@ -131,10 +120,13 @@ def make_corpus(
     _check(files, settings, workers)
     if settings.template is not None and isinstance(tokenizer, TokenizerTraining):
         raise UsageError("conversations need a tokenizer that has the template's pieces: give one with --tokenizer")
+    _check_target(target, files, tokenizer)
     settings = replace(settings, shard_bytes=settings.shard_bytes or shard_size(files))
     shards = cut(files, settings.format, settings.shard_bytes)
-    with _work_folder(target, settings, files, tokenizer, end, anew) as work:
-        model_path = _tokenizer(tokenizer, shards, settings, work / "tokenizer" / target.name, progress)
+    if settings.template is not None and (texts := [shard.files[0] for shard in shards if shard.format == "text"]):
+        raise UsageError(f"{texts[0]} is read as one text: conversations are JSON lines or rows of Parquet (--format says so)")
+    with _work_folder(target, settings, files, tokenizer, end, anew) as (work, stamps):
+        model_path, read = _tokenizer(tokenizer, shards, settings, work, target.name, progress)
         encoder = ShardEncoder(model_path, end, settings)
         model = encoder.tokenizer
         if settings.append_eos and settings.template is None and not model.end_ids:
@@ -142,15 +134,19 @@ def make_corpus(
                 f"tokenizer {model_path} has no end of sequence: use --no-append-eos, name one with --eos, or use another one"
             )
         jobs = [ShardJob(i, shard, str(work)) for i, shard in enumerate(shards)]
-        results, resumed = _encode(ShardEncoder(model_path, end, settings), jobs, workers, progress)
-        _check_parts(jobs, results, settings, progress)
-        with _staging(target) as stage:
-            parts = {part: _assemble(jobs, results, encoder, part, stage, target) for part in settings.parts}
-            if isinstance(tokenizer, TokenizerTraining):
-                for path in model_path.parent.iterdir():
-                    write_atomic(stage.parent / path.name, path.read_bytes())
-            publish(stage, target)
-    shutil.rmtree(work, ignore_errors=True)
+        results, resumed = _encode(ShardEncoder(model_path, end, settings), jobs, workers, progress, stamps, read)
+        try:
+            _check_parts(jobs, results, settings)
+        except UsageError:
+            _clear(work)  # the same request would end here again
+            raise
+        stage = stage_of(work, target)
+        parts = {part: _assemble(jobs, results, encoder, part, stage, target) for part in settings.parts}
+        if isinstance(tokenizer, TokenizerTraining):
+            for path in model_path.parent.iterdir():
+                write_atomic(stage.parent / path.name, path.read_bytes())
+        publish(stage, target, named())
+        _clear(work)
     bad = [one for result in results for one in result.bad]
     return CorpusReport(
         documents=sum(result.documents for result in results),
@@ -169,18 +165,40 @@ def make_corpus(
 def _check(files: Sequence[Path], settings: Settings, workers: int) -> None:
     if not files:
         raise UsageError("the corpus has no files")
-    for name, fraction in (("valid", settings.valid_fraction), ("test", settings.test_fraction)):
-        if not 0 <= fraction < 1:
-            raise UsageError(f"{name} fraction {fraction} is not in [0, 1)")
-    if settings.valid_fraction + settings.test_fraction >= 1:
-        raise UsageError("the fractions of valid and test leave nothing to train on")
+    check_fractions(settings)
+    for name, value, known in (("bad", settings.bad, ("refuse", "skip")), ("format", settings.format, FORMATS)):
+        if value not in known:
+            raise UsageError(f"{name} is {value!r}: there are {', '.join(known)}")
     if settings.template is not None and settings.template not in TEMPLATES:
         raise UsageError(f"no template {settings.template!r}: there are {', '.join(TEMPLATES)}")
     if workers < 1:
         raise UsageError(f"workers must be at least 1, not {workers}")
 
 
+def _check_target(target: Path, files: Sequence[Path], tokenizer: Path | str | TokenizerTraining) -> None:
+    """Nothing of the user's is overwritten: neither an input, nor a file that is there and was not made by this."""
+    for name in named():
+        check_free(f"{target}{name}")
+    written = [Path(f"{target}{part}{end}") for part in named() for end in (".json", ".bin", ".idx", ".mask.bin", ".mask.idx")]
+    if isinstance(tokenizer, TokenizerTraining):
+        model, settings = Path(f"{target}.model"), Path(f"{target}.json")
+        theirs = settings if settings.exists() and not is_settings(settings) else None
+        if model.exists() and not settings.exists() and not target.with_name(f"{target.name}.work").exists():
+            theirs = model
+        if theirs is not None:
+            raise UsageError(f"{theirs} is there and was not made by this: it is not overwritten; choose another output")
+        written += [model, settings]
+    replaced = {path.resolve() for path in written}
+    read = [*files] if isinstance(tokenizer, TokenizerTraining) else [*files, Path(tokenizer)]
+    for path in read:
+        if path.resolve() in replaced:
+            raise UsageError(f"{path} would be read and replaced: choose another output than {target}")
+
+
 # ---- the work folder ------------------------------------------------------------------------------------------------
+
+
+Stamps = dict[str, tuple[int, int]]
 
 
 @contextmanager
@@ -191,41 +209,45 @@ def _work_folder(
     tokenizer: Path | str | TokenizerTraining,
     end: str | None,
     anew: bool,
-) -> Iterator[Path]:
-    """The folder, locked, with the manifest of this request; without a finished shard nothing of it stays after an error."""
-    work = target.with_name(f"{target.name}.work")
-    with write_errors(work):
-        work.mkdir(parents=True, exist_ok=True)
-    with holding(work, "wait for it, stop it, or choose another output"):
+) -> Iterator[tuple[Path, Stamps]]:
+    """The folder, locked, with the manifest of this request, and the files' sizes and times; without a finished shard nothing
+    of it stays after an error."""
+    with working(target) as work:
         try:
-            if anew:
-                _clear(work)
-            _claim(work, settings, files, tokenizer, end)
-            yield work
+            begun = any(work.glob("shard-*.json")) or (work / "read.json").exists()
+            if anew or not begun or not (work / "manifest.json").exists():
+                _clear(work)  # without a manifest: of a removal that was interrupted
+            yield work, _claim(work, settings, files, tokenizer, end)
         except BaseException:
             if not any(work.glob("shard-*.json")):
-                shutil.rmtree(work, ignore_errors=True)
+                _clear(work)
             raise
 
 
 def _claim(
     work: Path, settings: Settings, files: Sequence[Path], tokenizer: Path | str | TokenizerTraining, end: str | None
-) -> None:
+) -> Stamps:
     """Compare with the request that the folder is of, and write down this one."""
     if isinstance(tokenizer, TokenizerTraining):
         model: dict[str, Any] = {**asdict(tokenizer), "sha256": None}
     else:
         model = {"sha256": open_tokenizer(tokenizer).sha256}
+    stamps = {str(path): _stamp(path) for path in files}
     wanted = {
         "format": FORMAT,
         "settings": asdict(settings),
         "tokenizer": {**model, "end": end},
-        "files": [[str(path), *_stamp(path)] for path in files],
+        "files": [[path, *stamp] for path, stamp in stamps.items()],
     }
     manifest = work / "manifest.json"
     if manifest.exists():
-        _compare(json.loads(manifest.read_bytes()), wanted, work)
+        try:
+            before = json.loads(manifest.read_bytes())
+            _compare(before, wanted, work)
+        except (TypeError, KeyError, AttributeError, json.JSONDecodeError):
+            raise UsageError(f"{manifest} is damaged: begin anew with --anew") from None
     write_atomic(manifest, json.dumps(wanted).encode())
+    return stamps
 
 
 def _stamp(path: Path) -> tuple[int, int]:
@@ -237,6 +259,8 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _clear(work: Path) -> None:
+    """Remove all but the lock; the manifest first, so that what an interruption leaves is of no request."""
+    (work / "manifest.json").unlink(missing_ok=True)
     for path in work.iterdir():
         if path.name != ".lock":
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -244,6 +268,8 @@ def _clear(work: Path) -> None:
 
 def _compare(before: dict[str, Any], now: dict[str, Any], work: Path) -> None:
     """Whether the work folder is of this request; shards of files with another time are kept where the content is the same."""
+    if before.get("settings", {}).get("bad") == "refuse":  # what is finished has no bad lines
+        before["settings"]["bad"] = now["settings"]["bad"]
     changed = [
         f"{name} was {before.get(part, {}).get(name)!r}, is {value!r}"
         for part in ("settings", "tokenizer")
@@ -266,65 +292,103 @@ def _compare(before: dict[str, Any], now: dict[str, Any], work: Path) -> None:
 
 
 def _same_content(work: Path, settings: dict[str, Any], files: list[Path], moved: set[str]) -> bool:
-    wanted = Settings(**settings)
+    wanted, read = Settings(**settings), _read_before(work)
     for number, shard in enumerate(cut(files, wanted.format, wanted.shard_bytes)):
         record = work / f"shard-{number:06d}.json"
-        if moved.intersection(shard.files) and record.exists():
+        known = ShardResult.from_json(record.read_bytes()).sha256 if record.exists() else (read or {}).get(number)
+        if moved.intersection(shard.files) and known is not None:
             reading = wanted.reading(shard)
             for _ in reading:
                 pass
-            if reading.digest.hexdigest() != ShardResult.from_json(record.read_bytes()).sha256:
+            if reading.digest.hexdigest() != known:
                 return False
     return True
+
+
+def _read_before(work: Path) -> dict[int, str] | None:
+    """The SHA-256 of each shard as the tokenizer's training read it; None where none was trained."""
+    path = work / "read.json"
+    return dict(enumerate(json.loads(path.read_bytes()))) if path.exists() else None
 
 
 # ---- tokenizer and shards -------------------------------------------------------------------------------------------
 
 
 def _tokenizer(
-    wanted: Path | str | TokenizerTraining, shards: Sequence[Shard], settings: Settings, place: Path, progress: bool
-) -> Path:
-    """The tokenizer's file; a trained one lies in the work folder until the corpus is complete."""
+    wanted: Path | str | TokenizerTraining,
+    shards: Sequence[Shard],
+    settings: Settings,
+    work: Path,
+    name: str,
+    progress: bool,
+) -> tuple[Path, dict[int, str]]:
+    """The tokenizer's file, and the SHA-256 of the shards that its training read; a trained one lies in the work folder until
+    the corpus is complete."""
     if not isinstance(wanted, TokenizerTraining):
-        return Path(wanted)
-    made = place.with_name(f"{place.name}.model")
-    if made.exists() and made.with_suffix(".json").exists():
-        return made
+        return Path(wanted), {}
+    place, read = work / "tokenizer" / name, _read_before(work)
+    made = place.with_name(f"{name}.model")
+    if read is not None and made.exists() and made.with_suffix(".json").exists():
+        return made, read
     place.parent.mkdir(exist_ok=True)
+    digests: list[str] = []
 
     def texts() -> Iterator[str]:
         with _bar("tokenizer", shards, progress) as bar:
             for shard in shards:
-                for one in settings.reading(shard, bar.update):
-                    if not isinstance(one, Bad) and settings.part_of(one) == "train":
+                reading = settings.reading(shard, bar.update)
+                for one in good(reading, settings.bad, ShardResult()):
+                    if settings.part_of(one) == "train":
                         yield one.text
+                digests.append(reading.digest.hexdigest())
 
     kind: Any = wanted.model_type
-    return train_sentencepiece(texts(), place, vocab_size=wanted.vocab_size, model_type=kind)
+    train_sentencepiece(texts(), place, vocab_size=wanted.vocab_size, model_type=kind)
+    write_atomic(work / "read.json", json.dumps(digests).encode())
+    return made, dict(enumerate(digests))
 
 
-def _encode(encoder: ShardEncoder, jobs: Sequence[ShardJob], workers: int, progress: bool) -> tuple[list[ShardResult], int]:
-    """The shards' results, and how many there were before."""
+def _encode(
+    encoder: ShardEncoder,
+    jobs: Sequence[ShardJob],
+    workers: int,
+    progress: bool,
+    stamps: Stamps,
+    read: Mapping[int, str],
+) -> tuple[list[ShardResult], int]:
+    """The shards' results, and how many there were before.
+
+    Raises:
+        UsageError: a file changed since ``stamps`` were taken, or since the tokenizer was trained.
+    """
     results: dict[int, ShardResult] = {
         job.number: ShardResult.from_json(job.record.read_bytes()) for job in jobs if job.record.exists()
     }
     resumed, missing = len(results), [job for job in jobs if job.number not in results]
-    with _bar("encode", [job.shard for job in jobs], progress) as bar:
-        bar.update(sum(jobs[number].shard.bytes for number in results))
+    done = sum(jobs[number].shard.bytes for number in results)
+    with _bar("encode", [job.shard for job in jobs], progress, done) as bar:
         for place, result in run_jobs(encoder, missing, workers, bar.update):
-            results[missing[place].number] = result
+            job = missing[place]
+            changed = [path for path in job.shard.files if _stamp(Path(path)) != stamps[path]]
+            if changed or read.get(job.number, result.sha256) != result.sha256:
+                job.record.unlink()
+                raise UsageError(
+                    f"{printable((changed or job.shard.files)[0])} changed while it was read: when it stays as it is, begin "
+                    "anew with --anew"
+                )
+            results[job.number] = result
     return [results[job.number] for job in jobs], resumed
 
 
-def _bar(label: str, shards: Sequence[Shard], progress: bool) -> Any:
+def _bar(label: str, shards: Sequence[Shard], progress: bool, done: int = 0) -> Any:
     total = sum(shard.bytes for shard in shards)
-    return tqdm(desc=label, total=total, unit="B", unit_scale=True, disable=not progress, file=sys.stderr)
+    return tqdm(desc=label, total=total, initial=done, unit="B", unit_scale=True, disable=not progress, file=sys.stderr)
 
 
 # ---- the corpus -----------------------------------------------------------------------------------------------------
 
 
-def _check_parts(jobs: Sequence[ShardJob], results: Sequence[ShardResult], settings: Settings, progress: bool) -> None:
+def _check_parts(jobs: Sequence[ShardJob], results: Sequence[ShardResult], settings: Settings) -> None:
     """Every part has text (an end of sequence alone is none)."""
     for part in settings.parts:
         tokens = documents = 0
@@ -335,8 +399,9 @@ def _check_parts(jobs: Sequence[ShardJob], results: Sequence[ShardResult], setti
             documents += dataset.num_documents
         if tokens <= 0:
             total, bad = sum(result.documents for result in results), sum(result.bad_count for result in results)
+            first = next((f" (the first: {one})" for result in results for one in result.bad), "")
             raise UsageError(
-                f"the {part} part has no text: {documents} of {total} documents, {bad} lines or files skipped, valid "
+                f"the {part} part has no text: {documents} of {total} documents, {bad} lines or files skipped{first}, valid "
                 f"fraction {settings.valid_fraction}, test fraction {settings.test_fraction}; give more text or other "
                 "fractions (0 writes no such part)"
             )
@@ -352,7 +417,7 @@ def _assemble(
 ) -> tuple[PartReport, npt.NDArray[np.int64]]:
     """A part from its shards, in the stage, with its manifest."""
     prefix, model = Path(f"{stage}.{part}"), encoder.tokenizer
-    merge([Path(f"{job.prefix}.{part}") for job in jobs], prefix, model.vocab_size)
+    joined([Path(f"{job.prefix}.{part}") for job in jobs], prefix, model.vocab_size)
     dataset = IndexedDataset(prefix)
     counts = token_counts(dataset, model.vocab_size)
     settings = {name: value for name, value in asdict(encoder.settings).items() if name != "shard_bytes"}
@@ -362,105 +427,14 @@ def _assemble(
         "input": {"files": sum(len(job.shard.files) for job in jobs if not job.shard.start), "sha256_of_shards": read},
         "skipped": sum(result.bad_count for result in results),
     }
-    write_manifest(dataset, model, {"part": part, **source})
+    write_manifest(dataset, _about(model), {"part": part, **source})
     report = PartReport(Path(f"{target}.{part}"), dataset.num_documents, dataset.num_tokens, entropy(counts))
     return report, counts
 
 
-def write_manifest(dataset: IndexedDataset, model: TextTokenizer | None, more: dict[str, Any]) -> None:
-    """``PREFIX.json`` beside a pair: its counts, the SHA-256 of both files and of the tokenizer, and how it was made."""
-    idx, tokens = dataset.files
-    about: dict[str, Any] = {
-        "format": FORMAT,
-        "documents": dataset.num_documents,
-        "tokens": dataset.num_tokens,
-        "dtype": dataset.dtype.name,
-        "sha256": {"idx": sha256_of_files([idx]), "bin": sha256_of_files([tokens])},
-    }
-    if model is not None:
-        about["tokenizer"] = {"sha256": model.sha256, "vocab_size": model.vocab_size, "end": list(model.end_ids[:1])}
-        if isinstance(model, Tokenizer) and model.settings is not None:
-            about["tokenizer"]["trained_with"] = model.settings["settings"]
-    write_atomic(idx.with_suffix(".json"), (json.dumps({**about, **more}, indent=2) + "\n").encode())
-
-
-def merge(prefixes: Sequence[Path], target: Path, vocab_size: int | None = None) -> None:
-    """One pair of all documents of ``prefixes``, in order; the ids are of ``vocab_size``, by default the widest type's. Their
-    masks are merged beside it.
-
-    Raises:
-        UsageError: a pair is missing or damaged, or some have a mask and others do not.
-    """
-    masked = [prefix for prefix in prefixes if idx_path(f"{prefix}.mask").exists()]
-    if masked and len(masked) < len(prefixes):
-        other = next(prefix for prefix in prefixes if prefix not in masked)
-        raise UsageError(f"{masked[0]} has a mask of what the loss counts, {other} has none: merge pairs of one kind")
-    if masked:
-        merge([Path(f"{prefix}.mask") for prefix in prefixes], Path(f"{target}.mask"), vocab_size)
-    if vocab_size is None:
-        wide = any(IndexedDataset(prefix, empty=True).dtype.itemsize > 2 for prefix in prefixes)
-        vocab_size = 2**31 if wide else 65536
-    with IndexedWriter(target, vocab_size=vocab_size) as writer:
-        for prefix in prefixes:
-            writer.extend(IndexedDataset(prefix, empty=True))
-
-
-@contextmanager
-def _staging(target: Path) -> Iterator[Path]:
-    """A prefix in a hidden folder beside ``target``, gone afterwards with all that was not published from it."""
-    with write_errors(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        yield Path(folder) / target.name
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def publish(stage: Path, target: Path) -> None:
-    """Replace the corpus at ``target``: its old token files go first and the new indices come last.
-
-    So a crash in between leaves a corpus without an index, which a reader refuses, and never parts of two.
-    """
-    with write_errors(target):
-        for name in (*PARTS, *(f"{part}.mask" for part in PARTS)):
-            old = f"{target}.{name}"
-            for path in (idx_path(old), bin_path(old), Path(f"{old}.json")):
-                path.unlink(missing_ok=True)
-        for path in sorted(stage.parent.iterdir(), key=lambda path: path.suffix == ".idx"):
-            os.replace(path, target.parent / path.name)
-        fsync_directory(target.parent)
-
-
-def split(
-    prefix: Path, target: Path, settings: Settings, progress: Callable[[int], object] = lambda count: None
-) -> dict[str, PartReport]:
-    """Divide a pair's documents into ``<target>.<part>`` by a hash of the seed and their tokens; equal ones stay together.
-
-    Raises:
-        UsageError: a fraction, or a part that gets no tokens.
-    """
-    _check([prefix], settings, 1)
-    if idx_path(f"{prefix}.mask").exists():
-        raise UsageError(f"{prefix} has a mask of what the loss counts: hold conversations out when they are preprocessed")
-    dataset = IndexedDataset(prefix)
-    vocab_size = 65536 if dataset.dtype.itemsize <= 2 else 2**31
-    reports = {}
-    with _staging(target) as stage:
-        writers = {part: IndexedWriter(f"{stage}.{part}", vocab_size=vocab_size) for part in settings.parts}
-        for i in range(dataset.num_documents):
-            tokens = dataset.document(i)
-            digest = hashlib.sha256(f"{settings.seed}\0".encode() + tokens.astype("<i8").tobytes()).digest()
-            place = int.from_bytes(digest[:8], "big") / 2**64
-            held = settings.valid_fraction
-            part = "valid" if place < held else "test" if place < held + settings.test_fraction else "train"
-            writers[part].add_document(tokens)
-            progress(1)
-        for part, writer in writers.items():
-            writer.close()
-            made = IndexedDataset(f"{stage}.{part}")
-            write_manifest(made, None, {"part": part, "split_of": dataset.content_hash(), "seed": settings.seed})
-            reports[part] = PartReport(Path(f"{target}.{part}"), made.num_documents, made.num_tokens, 0.0)
-        publish(stage, target)
-    return reports
-
+def _about(model: TextTokenizer) -> dict[str, Any]:
+    """A tokenizer, for a manifest."""
+    about = {"sha256": model.sha256, "vocab_size": model.vocab_size, "end": list(model.end_ids[:1])}
+    if isinstance(model, Tokenizer) and model.settings is not None:
+        about["trained_with"] = model.settings["settings"]
+    return about

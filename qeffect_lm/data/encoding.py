@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from qeffect_lm.data.chat import TEMPLATES, Segment, check_template, messages_of, tokens_of
+from qeffect_lm.data.chat import TEMPLATES, check_template, messages_of, tokens_of
 from qeffect_lm.data.files import write_atomic
 from qeffect_lm.data.indexed import IndexedWriter
 from qeffect_lm.data.inputs import Bad, BadInputError, Document, Reading, Shard
@@ -55,16 +55,18 @@ class Settings:
         """The token files of all parts, masks among them."""
         return self.parts if self.template is None else (*self.parts, *(f"{part}.mask" for part in self.parts))
 
-    def conversation(self, record: dict[str, Any]) -> list[Segment] | str:
-        """A JSON object rendered, or why it is no conversation."""
+    def conversation(self, record: dict[str, Any]) -> Document | str:
+        """A JSON object, or a row, rendered, or why it is no conversation. Its content is what the template makes of it: what
+        else the object holds does not tell copies apart."""
         assert self.template is not None
         messages = messages_of(record, self.key)
         if isinstance(messages, str):
             return messages
         try:
-            return TEMPLATES[self.template](messages)
+            made = TEMPLATES[self.template](messages)
         except UsageError as error:
             return str(error)
+        return Document("", "\0".join(segment.text for segment in made).encode(), record=made)
 
     def reading(self, shard: Shard, progress: Callable[[int], object] = lambda count: None) -> Reading:
         """Reads the documents of a shard."""
@@ -72,10 +74,13 @@ class Settings:
 
     def part_of(self, document: Document) -> str:
         """The part of a document."""
+        return self.part_at(f"{self.seed}\0{document.name}\0".encode(errors="surrogateescape") + document.content)
+
+    def part_at(self, key: bytes) -> str:
+        """The part that a hash of ``key`` falls into."""
         if not self.valid_fraction and not self.test_fraction:
             return "train"
-        digest = hashlib.sha256(f"{self.seed}\0{document.name}\0".encode(errors="surrogateescape") + document.content)
-        place = int.from_bytes(digest.digest()[:8], "big") / 2**64
+        place = int.from_bytes(hashlib.sha256(key).digest()[:8], "big") / 2**64
         if place < self.valid_fraction:
             return "valid"
         return "test" if place < self.valid_fraction + self.test_fraction else "train"

@@ -93,6 +93,11 @@ class HuggingFaceTokenizer:
             raise UsageError(f"token id {token} is outside the vocabulary of {self.path} (0 to {self.vocab_size - 1})")
         return self.bytes_of.get(token, b"")
 
+    def piece_name(self, token: int) -> str:
+        """A token as the vocabulary spells it."""
+        found: str | None = self._tokenizer.id_to_token(token)
+        return f"<{token}>" if found is None else found
+
     def decoder(self) -> PieceDecoder:
         """Text of one continuation, token by token."""
         return PieceDecoder(self.piece_bytes)

@@ -15,7 +15,7 @@ import os
 import time
 from array import array
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -86,7 +86,12 @@ def _writable(folder: Path) -> bool:
 @contextmanager
 def _lock(path: Path):  # noqa: ANN202 (a context manager of bool)
     """Whether this process has the lock. A file system without locks gives it to everyone: all make the same bytes."""
-    with open(path, "a+", encoding="utf-8") as file:
+    try:
+        opened = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (closed below)
+    except OSError:  # another user's: the entry is made all the same
+        yield True
+        return
+    with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -94,10 +99,11 @@ def _lock(path: Path):  # noqa: ANN202 (a context manager of bool)
             return
         except OSError:
             pass
-        file.seek(0)
-        file.truncate()
-        file.write(f"process {os.getpid()} on {os.uname().nodename}")
-        file.flush()
+        with suppress(OSError):  # a full disk: the name is for an error of others
+            file.seek(0)
+            file.truncate()
+            file.write(f"process {os.getpid()} on {os.uname().nodename}")
+            file.flush()
         yield True
 
 

@@ -7,6 +7,7 @@ documents does not depend on who reads which shard when.
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import hashlib
 import json
@@ -21,6 +22,8 @@ from qeffect_lm.errors import UsageError, shown
 
 SMALLEST_SHARD, LARGEST_SHARD = 4 << 20, 256 << 20
 _READ = 1 << 20
+_PACKED = 1 << 16  # of a compressed file at a time: it may be a thousand times as much unpacked
+_ZSTD_WINDOW = 1 << 31  # zstd --long=31
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _COMPRESSED = (".gz", ".zst")
 FORMATS = ("auto", "jsonl", "parquet", "text")
@@ -76,13 +79,14 @@ class Reading:
 
     Args:
         key: field or column of the text.
-        parse: makes the document of a JSON object, or says why it is none; None: it is the text under ``key``.
+        parse: makes the document of a JSON object, or of a row's ``{key: value}``, or says why it is none; None: it is the text
+            under ``key``.
     """
 
     shard: Shard
     key: str
     progress: Callable[[int], object] = lambda count: None
-    parse: Callable[[dict[str, Any]], Any] | None = None
+    parse: Callable[[dict[str, Any]], Document | str] | None = None
     digest: Any = field(default_factory=hashlib.sha256)
     _first_byte: int = 0  # of the first line that begins in the shard
 
@@ -100,6 +104,8 @@ class Reading:
         try:
             for line in self._lines(path):
                 number += 1
+                if number == 1 and not self._first_byte:
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 found = self._parsed(line)
                 if isinstance(found, str):
                     if first is None:
@@ -115,16 +121,17 @@ class Reading:
         if not line.strip():
             return None
         try:
-            record = json.loads(line)
+            record = _DECODER.decode(line.decode())
         except UnicodeDecodeError as error:
             return f"not UTF-8 (byte {error.start})"
+        except _TwiceError as error:
+            return str(error)
         except (ValueError, RecursionError) as error:
             return f"no JSON: {shown(str(error))}"
         if not isinstance(record, dict):
-            return f"a JSON {type(record).__name__}, not an object"
+            return f"a JSON {type(record).__name__}, not an object: JSON lines have one object a line"
         if self.parse is not None:
-            made = self.parse(record)
-            return made if isinstance(made, str) else Document("", line.strip(), record=made)
+            return self.parse(record)
         text = record.get(self.key)
         if not isinstance(text, str):
             return f"no text under the key {self.key!r}"
@@ -136,18 +143,26 @@ class Reading:
             if not path.endswith(_COMPRESSED):
                 yield from self._range(file)
                 return
-            rest = b""
+            begun: list[bytes] = []  # of the line that no end was seen of
             for block in _decompressed(path, self._told(file)):
-                *whole, rest = (rest + block).split(b"\n")
-                yield from whole
-            if rest:
-                yield rest
+                head, *more = block.split(b"\n")
+                begun.append(head)
+                for following in more:
+                    yield b"".join(begun)
+                    begun = [following]
+            if any(begun):
+                yield b"".join(begun)
 
     def _range(self, file: IO[bytes]) -> Iterator[bytes]:
         at, end = self.shard.start, self.shard.end
         if at:
-            file.seek(at - 1)
-            at += len(file.readline()) - 1
+            at -= 1
+            file.seek(at)
+            # A line that began before, and perhaps ends in a later shard: no more of it is read than this shard's part.
+            while at < end and (piece := file.readline(_READ)):
+                at += len(piece)
+                if piece.endswith(b"\n"):
+                    break
         self._first_byte = at
         pending = 0
         while at < end:
@@ -164,7 +179,7 @@ class Reading:
         self.progress(pending)
 
     def _told(self, file: IO[bytes]) -> Iterator[bytes]:
-        while block := file.read(_READ):
+        while block := file.read(_PACKED):
             self.digest.update(block)
             self.progress(len(block))
             yield block
@@ -189,6 +204,7 @@ class Reading:
 
     def _rows(self) -> Iterator[Document | Bad]:
         path, arrow = self.shard.files[0], _parquet()
+        row = 0
         try:
             file = arrow.ParquetFile(path)
             if self.key not in file.schema_arrow.names:
@@ -199,19 +215,28 @@ class Reading:
             share = self.shard.bytes // max(1, len(groups))
             for group in groups:
                 for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=[self.key]):
-                    for text in batch.column(0).to_pylist():
+                    for value in _values(batch.column(self.key)):
                         row += 1
-                        found = _document(text) if isinstance(text, str) else "no text"
+                        found = self._row(value)
                         if isinstance(found, str):
                             yield Bad(path, row, found)
                             continue
                         self.digest.update(found.content)
                         yield found
                 self.progress(share)
-        except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of these
-            if isinstance(error, BadInputError):
-                raise
+        except BadInputError:
+            raise
+        except _arrow_errors() as error:
             yield Bad(path, 0, _reason(error))
+
+    def _row(self, value: Any) -> Document | str:
+        if self.parse is not None:
+            return self.parse({self.key: value})
+        if isinstance(value, str):
+            return _document(value)
+        if isinstance(value, UnicodeDecodeError):
+            return f"not UTF-8 (byte {value.start})"
+        return f"no text in the column {self.key!r}" + ("" if value is None else f" but {type(value).__name__}")
 
 
 def _document(text: str) -> Document | str:
@@ -222,18 +247,51 @@ def _document(text: str) -> Document | str:
     return Document(text, text.encode())
 
 
+def _values(column: Any) -> list[Any]:
+    """A column's values; in the place of a text that is not UTF-8 the error."""
+    try:
+        found: list[Any] = column.to_pylist()
+    except UnicodeDecodeError:
+        found = []
+        for one in column:
+            try:
+                found.append(one.as_py())
+            except UnicodeDecodeError as error:
+                found.append(error)
+    return found
+
+
+class _TwiceError(ValueError):
+    """An object has a key twice; parsers differ on which one they take."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _TwiceError(f"the key {shown(repr(twice))} is there twice: which one counts?")
+    return made
+
+
+# Numbers are not ours, and may be longer than Python converts.
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_int=lambda digits: 0, parse_float=lambda digits: 0.0)
+
+
 def _decompressed(path: str, blocks: Iterable[bytes]) -> Iterator[bytes]:
     """The content of a compressed file; an error where it ends too early."""
     if path.endswith(".gz"):
         make: Callable[[], Any] = lambda: zlib.decompressobj(16 + zlib.MAX_WBITS)  # noqa: E731
     else:
-        make = _zstandard().ZstdDecompressor().decompressobj
-    unit, begun = make(), False
+        make = _zstandard().ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj
+    unit = make()
     for block in blocks:
         while block:
-            if unit.eof:
-                unit, begun = make(), False  # members follow each other
-            begun = True
+            if unit.eof:  # members follow each other, or zeros to the end of a tape's block
+                block = block.lstrip(b"\0")
+                if not block:
+                    break
+                unit = make()
             try:
                 made = unit.decompress(block)
             except zlib.error:
@@ -243,7 +301,7 @@ def _decompressed(path: str, blocks: Iterable[bytes]) -> Iterator[bytes]:
             if made:
                 yield made
             block = unit.unused_data if unit.eof else b""
-    if begun and not unit.eof:
+    if not unit.eof:
         raise EOFError
 
 
@@ -286,6 +344,13 @@ def _parquet() -> Any:
     return pyarrow.parquet
 
 
+def _arrow_errors() -> tuple[type[Exception], ...]:
+    """What pyarrow raises for a file that it cannot read."""
+    import pyarrow
+
+    return OSError, ValueError, KeyError, NotImplementedError, pyarrow.ArrowException
+
+
 # ---- shards --------------------------------------------------------------------------------------------------------
 
 
@@ -304,8 +369,7 @@ def shard_size(files: Sequence[Path]) -> int:
 
 
 def cut(files: Sequence[Path], asked: str, shard_bytes: int) -> list[Shard]:
-    """Shards of about ``shard_bytes`` bytes in the order of the files. Raises UsageError for a Parquet file that cannot be
-    read."""
+    """Shards of about ``shard_bytes`` bytes in the order of the files."""
     shards: list[Shard] = []
     texts: list[str] = []
     size_of_texts = 0
@@ -340,10 +404,12 @@ def cut(files: Sequence[Path], asked: str, shard_bytes: int) -> list[Shard]:
 
 def _row_groups(path: str, size: int, shard_bytes: int) -> Iterator[Shard]:
     try:
-        metadata = _parquet().ParquetFile(path).metadata
-        groups = metadata.num_row_groups
-    except (OSError, ValueError) as error:
-        raise BadInputError(f"{path} cannot be read as Parquet: {_reason(error)}") from error
+        groups = _parquet().ParquetFile(path).metadata.num_row_groups
+    except _arrow_errors():
+        groups = 0
+    if not groups:  # reading it says whether there are no rows, or why it cannot be read
+        yield Shard("parquet", (path,), bytes=size)
+        return
     step = max(1, groups * shard_bytes // max(1, size))
     for start in range(0, groups, step):
         end = min(groups, start + step)

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from qeffect_lm.data.blend import Order, Segment, whole_weights
+from qeffect_lm.data.blend import LARGEST, Order, Segment, whole_weights
 from qeffect_lm.data.packing import Numbers, Rows, Samples
 from qeffect_lm.data.permutation import ALGORITHM, Permutation
 from qeffect_lm.errors import UsageError, shown
@@ -183,6 +183,7 @@ class StepLoader:
         if self._blends is None:
             if self._digests is None:
                 self._digests = [one.sha256() for one in self.sources]
+                _check_apart(self.sources, self._digests)
             self._blends = [Segment(0, tuple(self._digests), tuple(self.weights), (0,) * len(self.sources))]
         return self._blends
 
@@ -322,7 +323,7 @@ def _batches_of(state: dict[str, Any]) -> list[list[int]]:
 
 
 def _count(value: Any, name: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST:
         raise UsageError(f"the saved data cursor's {name!r} is {shown(repr(value))}, not a sample number")
     return value
 
@@ -360,11 +361,22 @@ def sequential_batches(samples: Samples, microbatch_size: int, count: int) -> St
 def check_tokens(batch: StepBatch, vocab_size: int) -> None:
     """Raise :class:`UsageError` when the data holds token ids that the model has no row for."""
     largest = int(torch.maximum(batch.inputs.max(), batch.targets.max()))
-    if largest >= vocab_size:
+    smallest = int(torch.minimum(batch.inputs.min(), batch.targets.min()))
+    if largest >= vocab_size or smallest < 0:
         raise UsageError(
-            f"the corpus holds token id {largest}, but model.vocab_size is {vocab_size}: use the tokenizer the corpus was made "
-            "with, or set model.vocab_size to its vocabulary"
+            f"the corpus holds token id {smallest if smallest < 0 else largest}, but model.vocab_size is {vocab_size}: use the "
+            "tokenizer the corpus was made with, or set model.vocab_size to its vocabulary"
         )
+
+
+def _check_apart(sources: Sequence[Samples], digests: Sequence[str]) -> None:
+    """Raise UsageError for a corpus that is in a blend twice: its samples would be used, and told, as two corpora's."""
+    for number, sha in enumerate(digests):
+        if (first := digests.index(sha)) < number:
+            raise UsageError(
+                f"{sources[first].dataset.prefix} and {sources[number].dataset.prefix} are the same corpus, twice in the "
+                "blend: name it once, with the sum of the weights"
+            )
 
 
 def _read(sources: Sequence[Samples], source: Numbers, place: Numbers) -> Rows:

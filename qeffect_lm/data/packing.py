@@ -12,14 +12,14 @@ A pair ``PREFIX.mask`` of the same documents, of ones and zeros, says which toke
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from qeffect_lm.data.index import IndexCache, content_hash, document_starts, packed
-from qeffect_lm.data.indexed import IndexedDataset, idx_path
+from qeffect_lm.data.indexed import IndexedDataset
+from qeffect_lm.data.manifest import open_mask
 from qeffect_lm.errors import UsageError
 
 Numbers = npt.NDArray[np.int64]
@@ -57,8 +57,12 @@ class Samples:
     digest: str | None = None
 
     def __post_init__(self) -> None:
+        if self.seq_len < 1:
+            raise UsageError(f"seq_len must be at least 1, not {self.seq_len}")
+        if self.packing not in PACKINGS:
+            raise UsageError(f"packing {self.packing!r}: there are {', '.join(PACKINGS)}")
         self.size = num_windows(self.dataset, self.seq_len) if self.packing == "stream" else 0
-        self.mask = self._open_mask()
+        self.mask = open_mask(self.dataset)
         self._sha = self.digest
         self._starts: Numbers | None = None
         if self.reset or self.packing == "whole":
@@ -167,15 +171,6 @@ class Samples:
         begins[short, filled[short]] = True  # the padding is a document of its own
         mask = counts[:, 1:].astype(np.float32)
         return self._reset(tokens, mask, begins) if self.reset else Rows(tokens, mask, None)
-
-    def _open_mask(self) -> IndexedDataset | None:
-        prefix = Path(f"{self.dataset.prefix}.mask")
-        if not idx_path(prefix).exists():
-            return None
-        mask = IndexedDataset(prefix)
-        if mask.num_tokens != self.dataset.num_tokens or not np.array_equal(mask.sizes, self.dataset.sizes):
-            raise UsageError(f"{prefix} is not the mask of {self.dataset.prefix}: they hold other documents; make both again")
-        return mask
 
 
 def _ranges(low: Numbers, high: Numbers) -> Numbers:

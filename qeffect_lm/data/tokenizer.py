@@ -186,6 +186,11 @@ class Tokenizer:
         piece: str = self._processor.id_to_piece(token)
         return piece.replace(SPACE_SYMBOL, " ").encode()
 
+    def piece_name(self, token: int) -> str:
+        """A token as the vocabulary spells it."""
+        self._check_id(token)
+        return str(self._processor.id_to_piece(token))
+
     @property
     def begin_ids(self) -> tuple[int, ...]:
         """What comes before a text: nothing, as in training on our corpora."""
@@ -271,6 +276,15 @@ class PieceDecoder:
 
 def _settings_path(model_path: Path) -> Path:
     return model_path.with_suffix(".json")
+
+
+def is_settings(path: Path) -> bool:
+    """Whether a file holds the settings that :func:`train_sentencepiece` writes."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and {"sentencepiece", "settings"} <= found.keys()
 
 
 def check_unicode(text: str) -> None:

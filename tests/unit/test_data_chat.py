@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from qeffect_lm.data.chat import END, TEMPLATES, check_template, messages_of, tokens_of
-from qeffect_lm.data.corpus import TokenizerTraining, make_corpus, merge, split
+from qeffect_lm.data.corpus import TokenizerTraining, make_corpus
 from qeffect_lm.data.encoding import Settings, open_tokenizer
 from qeffect_lm.data.index import IndexCache
 from qeffect_lm.data.indexed import IndexedDataset
 from qeffect_lm.data.packing import Samples
+from qeffect_lm.data.pairs import merge, split
 from qeffect_lm.data.tokenizer import train_sentencepiece
 from qeffect_lm.errors import UsageError
 from tools.preprocess import main
@@ -140,8 +141,9 @@ def test_conversations_through_the_usual_path(talks: Path, tokenizer: Path, tmp_
     assert json.loads((tmp_path / "c.train.json").read_bytes())["settings"]["template"] == "chatml"
     merge([tmp_path / "c.train", tmp_path / "c.valid"], tmp_path / "m")
     assert IndexedDataset(tmp_path / "m.mask").num_documents == 40
-    with pytest.raises(UsageError, match="hold conversations out when"):
-        split(tmp_path / "c.train", tmp_path / "s", Settings(valid_fraction=0.1))
+    split(tmp_path / "c.train", tmp_path / "s", Settings(valid_fraction=0.3))
+    counted = [int((IndexedDataset(tmp_path / f"{name}.mask").tokens != 0).sum()) for name in ("s.train", "s.valid", "c.train")]
+    assert min(counted) > 0 and counted[0] + counted[1] == counted[2]
     make_corpus([tokenizer], tmp_path / "c", Settings(format="text", append_eos=False), tokenizer=tokenizer)
     assert not list(tmp_path.glob("c.*mask*"))  # nor the mask of what was there before
 

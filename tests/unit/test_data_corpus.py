@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from qeffect_lm.data import corpus as module
-from qeffect_lm.data.corpus import make_corpus, merge
+from qeffect_lm.data.corpus import make_corpus
 from qeffect_lm.data.encoding import Settings, ShardEncoder, ShardJob
 from qeffect_lm.data.indexed import IndexedDataset, IndexedWriter
+from qeffect_lm.data.pairs import merge
 from qeffect_lm.data.pool import run_jobs
 from qeffect_lm.data.tokenizer import Tokenizer, train_sentencepiece
 from qeffect_lm.errors import QEffectError, UsageError
