@@ -226,7 +226,7 @@ def test_killed_anywhere(talks: Path, model: Path, tmp_path: Path, monkeypatch: 
         pairs[name] = content(tmp_path / name)
     total, seen = changes_until(0, lambda: make([talks], out / "c", model, seed=2)), set()
     assert content(out) == pairs["new"]
-    for number in [*range(1, total - 60, 12), *range(total - 60, total - 4, 2)]:
+    for number in [*range(1, total - 60, 25), *range(total - 60, total - 4, 3)]:
         for name, files in pairs["old"].items():
             (out / name).write_bytes(files)
         assert changes_until(number, lambda: make([talks], out / "c", model, seed=2)) == number - 1
@@ -310,7 +310,7 @@ def test_going_on_with_less(talks: Path, model: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"line 31: no list of messages.*--bad skip"):
         make([talks], tmp_path / "o" / "c", model)
     report = make([talks], tmp_path / "o" / "c", model, bad="skip")
-    assert (report.documents, report.bad_count) == (40, 1) and report.resumed > 1
+    assert (report.documents, report.bad_count) == (40, 1) and report.resumed == 1
     talks.write_bytes(lines[0] + b"{}\n")
     with pytest.raises(UsageError, match=r"no text: .* \(the first: .*a\.jsonl, line 2: no list of messages"):
         make([talks], tmp_path / "p" / "c", model, bad="skip", valid_fraction=1e-9)
