@@ -152,7 +152,7 @@ PAGES: dict[str, dict[str, str]] = {
     "fine-tuning.md": {
         "MODEL/tokenizer.json": "data/small.model",
         "--chat llama3": "--chat plain --valid-fraction 0.2",
-        "CHECKPOINT": "runs/start/checkpoints run.dir=runs/tuned data.seq_len=32",
+        "CHECKPOINT": "runs/start/checkpoints data.seq_len=32",
     },
     "launching.md": {},
     "contract.md": {},
@@ -182,11 +182,6 @@ def test_data(world: World) -> None:
     (world.root / "b.jsonl.zst").write_bytes(packed)
     parquet.write_table(pyarrow.table({"text": texts}), world.root / "c.parquet")
     save_tokenizer(world.root / "tokenizer.json", texts)
-    for name in ("a", "b"):
-        world.run(
-            f"python -m tools.preprocess --input a.jsonl --output data/{name} --tokenizer data/small.model --valid-fraction 0\n"
-            f"for end in bin idx json; do cp data/{name}.train.$end data/{name}.$end; done"
-        )
     _run_page(world, "data.md", {})
 
 
