@@ -76,7 +76,7 @@ class World:
     def run(self, text: str, timeout: float = 900) -> str:
         script = self.root / "commands.sh"
         script.write_text(f"set -eo pipefail\n{text}")
-        env = {**os.environ, "PATH": self.path, "PYTHONPATH": "", "OMP_NUM_THREADS": "1", "HOME": str(self.root / "home")}
+        env = {**os.environ, "PATH": self.path, "OMP_NUM_THREADS": "1", "HOME": str(self.root / "home")}
         done = subprocess.run(["bash", str(script)], cwd=self.root, env=env, capture_output=True, text=True, timeout=timeout)
         assert done.returncode == 0, f"{text}\nexit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         return done.stdout

@@ -121,7 +121,10 @@ def _features(rank: int, world: int) -> dict[str, Any]:
     told["eval alone"] = ours.eval(*((tokens,) if rank == 0 else ()))
 
     # torch's schedules under the contract
-    for name, kind, stages, shape in (("1f1b", Torch1F1B, 2, "loop"), ("zbv", TorchZBV, 4, "v")):
+    attached = [("1f1b", Torch1F1B, 2, "loop"), ("zbv", TorchZBV, 4, "v")]
+    if torch.__version__ < (2, 13):  # the shapes of a V go to the rank itself there, which gloo does not do
+        attached.pop()
+    for name, kind, stages, shape in attached:
         theirs, held = make(kind, stages, shape, TorchStage)
         contract = attach(theirs)
         losses = []
@@ -138,15 +141,15 @@ def _features(rank: int, world: int) -> dict[str, Any]:
 
 def test_batches_microbatches_eval_and_torchs_own_schedules() -> None:
     first, second = run_distributed(_features, 2, timeout=240)
-    for key in ("whole", "microbatches", "1f1b", "zbv", "1f1b alone", "1f1b ours"):
+    for key in first.keys() & {"whole", "microbatches", "1f1b", "zbv", "1f1b alone", "1f1b ours"}:
         first[key] = first[key][0] + second[key][0], first[key][1] | second[key][1]
     assert first["whole"][0] == first["microbatches"][0] and same(first["whole"][1], first["microbatches"][1]) == []
     for name, grad in (first["twice"] | second["twice"]).items():
         assert torch.equal(grad, 2 * first["whole"][1][name]) or torch.allclose(grad, 2 * first["whole"][1][name], rtol=1e-6)
     assert first["eval"][0] == first["eval"][2] and torch.equal(first["eval"][1], first["eval alone"])  # V: rank 0 is last, too
     assert first["eval"][1].shape == (8, support.LENGTH, support.VOCAB) and second["eval"][1] is None
-    assert first["zbv"][0] == first["whole"][0]
-    for attached, ours in (("zbv", "whole"), ("1f1b", "1f1b ours")):  # sums divided by n = 4 have the bits of weights of 1/4
+    pairs = [("zbv", "whole"), ("1f1b", "1f1b ours")]  # sums divided by n = 4 have the bits of weights of 1/4
+    for attached, ours in pairs[torch.__version__ < (2, 13) :]:
         assert first[attached][0] == first[ours][0] and same(first[attached][1], first[ours][1]) == []
     assert first["1f1b alone"][0] == pytest.approx(first["1f1b"][0], rel=1e-6)
     for name, grad in first["1f1b alone"][1].items():
