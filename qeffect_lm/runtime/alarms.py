@@ -16,6 +16,7 @@ from qeffect_lm.runtime.scale_watch import Windows
 MEMORY, LEAST = 32.0, 32
 """Windows over which a role's share of saturated ones is averaged, and of which there must be as many before it counts."""
 STALL = 0.05  # of a step: what a straggler costs at least
+LOOKS = 3  # in a row that find the same rank slow: a single slow step is no straggler
 SPIKE_WARM_UP = 20  # logged steps before a loss can be a spike
 
 
@@ -29,6 +30,7 @@ class Alarms:
     def __init__(self, settings: LoggingConfig, emit: Callable[[str, int, str, dict[str, Any]], object]) -> None:
         self._settings, self._emit = settings, emit
         self._said: dict[str, int] = {}
+        self._slow: tuple[int | None, int] = None, 0  # the rank that was slow, and how many looks in a row
         self._held: dict[str, int] = {}
         self._share: dict[str, np.ndarray] = {}  # running share of saturated windows, and the windows that are in it
         self._spikes = None if settings.warn_spike is None else SpikeGate(settings.warn_spike, SPIKE_WARM_UP)
@@ -106,28 +108,35 @@ class Alarms:
     def stragglers(self, step: int, step_ms: float, work_ms: list[float], stages: list[int]) -> None:
         """``work_ms``: each rank's own time in a step (its work and its wait for data); ``stages``: its pipeline stage.
 
-        A rank is compared with the other replicas of its stage, where there are any, else with the other stages.
+        A rank is compared with the other replicas of its stage, where there are any, else with the other stages; one that is
+        the slowest in several looks in a row is a straggler.
         """
         limit = self._settings.warn_straggler
         if limit is None or len(work_ms) < 2:
             return
         replicated = len(set(stages)) < len(stages)
-        for rank in sorted(range(len(work_ms)), key=lambda rank: -work_ms[rank]):
+
+        def usual(rank: int) -> float:
             others = [ms for r, ms in enumerate(work_ms) if r != rank and (stages[r] == stages[rank] or not replicated)]
-            usual = float(np.median(others))
-            if work_ms[rank] > limit * usual and work_ms[rank] - usual > STALL * step_ms:
-                than = f"the other replicas of stage {stages[rank]}" if replicated else "the other stages"
-                self.raise_(
-                    "straggler",
-                    step,
-                    f"rank {rank} took {work_ms[rank]:.3g} ms for its own part of the step, {than} {usual:.3g} ms: all ranks "
-                    "wait for it",
-                    rank=rank,
-                    value=work_ms[rank] / usual if usual > 0 else None,
-                    ms=work_ms[rank],
-                    usual_ms=usual,
-                )
-                return
+            return float(np.median(others))
+
+        slow = [r for r, ms in enumerate(work_ms) if ms > limit * usual(r) and ms - usual(r) > STALL * step_ms]
+        rank = max(slow, key=work_ms.__getitem__, default=None)
+        before, looks = self._slow
+        self._slow = rank, (looks + 1 if rank is not None and rank == before else 1)
+        if rank is None or self._slow[1] < LOOKS:
+            return
+        than = f"the other replicas of stage {stages[rank]}" if replicated else "the other stages"
+        self.raise_(
+            "straggler",
+            step,
+            f"rank {rank} took {work_ms[rank]:.3g} ms for its own part of the step, {than} {usual(rank):.3g} ms, and was the "
+            f"slowest in the last {self._slow[1]} looks: all ranks wait for it",
+            rank=rank,
+            value=work_ms[rank] / usual(rank) if usual(rank) > 0 else None,
+            ms=work_ms[rank],
+            usual_ms=usual(rank),
+        )
 
     def spike(self, metrics: StepMetrics) -> None:
         """A loss or gradient norm far above its running mean, as ``optim.skip_sigma`` judges it, over the logged steps."""

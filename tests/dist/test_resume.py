@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from qeffect_lm.app.run_folder import read_scales, read_timelines
 from tests.runs import CONFIG, assert_same_run, checkpoint_of, metrics_of, overrides, run_here, write_config
 from tools.common import TRAIN, children, kill_after, last_step, launch
+
+WATCHED = ("logging.watch_every=3", "logging.scales_every=3", "logging.underflow_every=6", "logging.timeline_every=6")
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +24,7 @@ def folder(tmp_path_factory) -> Path:
     """A folder with corpus, configuration and one uninterrupted run of 12 steps, ``whole``."""
     path = tmp_path_factory.mktemp("resume")
     write_config(path)
-    code, said = run_here(path, "whole")
+    code, said = run_here(path, "whole", *WATCHED)
     assert code == 0 and said[-1] == "ran 1…12 of 12"
     scales = [checkpoint_at(path, step).read("scale/layers.0.mlp.down.input") for step in (3, 6, 9, 12)]
     assert len({float(scale) for scale in scales}) == 4  # the scales that are compared below do move
@@ -157,11 +160,11 @@ def test_max_minutes(folder):
 
 
 def test_slurm_launch(folder):
-    """Two ranks as srun starts them: ranks, size and master from SLURM_*."""
+    """Two ranks as srun starts them: ranks, size and master from SLURM_*. They see the FP8 tensors that one process sees."""
     from tools.common import free_port
 
     port = free_port()
-    args = overrides(folder, "slurm", "parallel.pp=2")
+    args = overrides(folder, "slurm", "parallel.pp=2", *WATCHED)
     processes = [
         subprocess.Popen(
             [sys.executable, str(TRAIN), str(folder / "tiny.yaml"), *args],
@@ -183,6 +186,16 @@ def test_slurm_launch(folder):
     outputs = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert_same_run(folder, "whole", "slurm", same_layout=False)
+    scales = read_scales(folder / "slurm")
+    assert scales == read_scales(folder / "whole") and [line.step for line in scales] == [3, 6, 9, 12]
+    assert [line.underflow is not None for line in scales] == [False, True, False, True]
+    told = {m.step: m.extra.get("work_ms", []) for m in metrics_of(folder, "slurm")}
+    assert [step for step, work in told.items() if len(work) == 2] == [3, 6, 9, 12]
+    lines = read_timelines(folder / "slurm")
+    assert [one.step for one in lines] == [1, 6, 12] and all(len(one.measured) == 2 for one in lines)
+    for one in lines:  # a stage's first F begins when that of the stage before has ended
+        (_, _, end), (action, begin, _) = one.measured[0][0], one.measured[1][0]
+        assert str(action) == "1F0" and begin >= end > 0
 
 
 def test_checkpoint_of_two_stages_resumes_on_one(folder):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from qeffect_lm.config_sections import LoggingConfig
-from qeffect_lm.runtime.alarms import SPIKE_WARM_UP, Alarms
+from qeffect_lm.runtime.alarms import LOOKS, SPIKE_WARM_UP, Alarms
 from qeffect_lm.runtime.metrics import StepMetrics
 from qeffect_lm.runtime.scale_watch import Windows
 
@@ -104,13 +104,27 @@ def test_rate() -> None:
 )
 def test_stragglers(work: list[float], stages: list[int], rank: int | None, usual: float) -> None:
     heard = Heard(warn_straggler=1.5)
-    heard.alarms.stragglers(7, 200.0, work, stages)
+    for look in range(LOOKS):
+        assert heard.said == []
+        heard.alarms.stragglers(10 * look, 200.0, work, stages)
     assert [(v["rank"], v["usual_ms"]) for _, _, _, v in heard.said] == ([] if rank is None else [(rank, usual)])
     if rank is not None:
         assert f"rank {rank} took {work[rank]:g} ms" in heard.said[0][2]
     silent = Heard(warn_straggler=None)
-    silent.alarms.stragglers(7, 200.0, work, stages)
+    for look in range(LOOKS):
+        silent.alarms.stragglers(10 * look, 200.0, work, stages)
     assert silent.said == []
+
+
+def test_a_single_slow_step_is_no_straggler() -> None:
+    """Nor are two ranks in turn."""
+    heard, even = Heard(), [100.0, 100.0, 100.0]
+    for look, slow in enumerate((1, 1, None, 1, 1, 2, 1, 1)):
+        work = [300.0 if rank == slow else ms for rank, ms in enumerate(even)]
+        heard.alarms.stragglers(look, 300.0, work, [0, 0, 0])
+    assert heard.said == []
+    heard.alarms.stragglers(8, 300.0, [100.0, 300.0, 100.0], [0, 0, 0])
+    assert [values["rank"] for *_, values in heard.said] == [1] and "the last 3 looks" in heard.said[0][2]
 
 
 def test_spikes() -> None:

@@ -11,15 +11,21 @@ from typing import Any
 
 import pytest
 
+from checkpoint import SingleProcess
 from pipeline.actions import Kind
 from pipeline.plan import Plan, build_plan
+from qeffect_lm.app.counts import flop_per_token
 from qeffect_lm.app.run_folder import read_events, read_scales, read_timelines
-from qeffect_lm.app.watching import offsets
+from qeffect_lm.app.watching import Watcher, offsets
 from qeffect_lm.errors import QEffectError
+from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.runtime.events import EventLog
 from qeffect_lm.runtime.loop import train as real_train
+from qeffect_lm.runtime.metrics import StepMetrics
+from qeffect_lm.runtime.peaks import peak_flops
 from qeffect_lm.runtime.provenance import git_state, versions
 from tests.runs import assert_same_run, metrics_of, run_here, write_config
+from tests.unit.engine_support import make
 
 KEYS = ("logging.watch_every=2", "logging.scales_every=4", "logging.timeline_every=5", "train.eval_every=6",
         "checkpoint.every=6", "logging.warn_amax_jump=1.0", "logging.warn_every=3")  # fmt: skip
@@ -203,3 +209,25 @@ def test_git_state(tmp_path: Path) -> None:
     (tmp_path / "code" / "a.py").write_text("2")
     assert git_state(tmp_path / "code") == clean | {"dirty": True}
     assert git_state(tmp_path / "installed") is None
+
+
+def test_peaks_and_mfu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Names as torch tells them; model FLOP of all tokens over the peak of all GPUs; none where the peak is not known."""
+    named = {
+        "NVIDIA H200": (989, 1979), "NVIDIA H100 80GB HBM3": (989, 1979), "NVIDIA H100 PCIe": (756, 1513),
+        "NVIDIA H100 NVL": (835, 1671), "NVIDIA H20": (148, 296), "NVIDIA B200": (2250, 4500), "NVIDIA L4": (121, 242),
+        "NVIDIA L40S": (362, 733), "NVIDIA A100-SXM4-80GB": (312, None), "NVIDIA A10": (125, None),
+        "NVIDIA GeForce RTX 3060": (None, None), "NVIDIA A1000": (None, None),
+    }  # fmt: skip
+    for name, peaks in named.items():
+        found = [peak_flops(name, fp8) for fp8 in (False, True)]
+        assert found == [None if peak is None else peak * 1e12 for peak in peaks], name
+    assembly = make()
+    config = assembly.config.model_copy(update={"run": assembly.config.run.model_copy(update={"dir": str(tmp_path)})})
+    watcher = Watcher(config, assembly, Mesh({"dp": 4}), SingleProcess(), 0, False, False)
+    step = StepMetrics(1, 1.0, 1.0, 1.0, 10, 5000.0, 10.0)
+    assert watcher.peak is None and "mfu" not in watcher.complete(step).extra
+    watcher.peak = 1e12
+    flop = flop_per_token(config, assembly.model.parameters())
+    assert watcher.complete(step).extra["mfu"] == pytest.approx(flop * 5000 / 4e12, rel=1e-12)
+    assert flop == watcher.facts()["flop_per_token"] > 6 * 10_000
