@@ -26,6 +26,7 @@ class Account:
     def __init__(self, seed: int, **settings: Any) -> None:
         self.timeline = ScaleTimeline(ROLES, **settings)
         self.generator = np.random.default_rng(seed)
+        self.draw = lambda: float(np.exp(self.generator.normal(0, 2)))
         self.noted: list[list[tuple[float, float, float]]] = [[] for _ in ROLES]  # amax, scale, largest before
 
     def roll(self, directions: tuple[Direction, ...], skip: bool = False, idle: tuple[str, ...] = ()) -> None:
@@ -33,7 +34,7 @@ class Account:
         for index, role in enumerate(timeline.roles):
             if role.direction not in directions:
                 continue
-            amax = np.float32(np.exp(self.generator.normal(0, 2)))
+            amax = np.float32(self.draw())
             if role.name not in idle:
                 timeline.open_amax[index] = float(amax)
             if not skip and role.name not in idle:
@@ -85,6 +86,20 @@ def test_every_window_is_told(window: str, amax: str, margin: int) -> None:
             if len(noted) > since[index]:
                 assert (windows.amax[index], windows.scale[index]) == noted[-1][:2]
     assert saturated > 5
+
+
+def test_equal_amaxes_and_skipped_steps() -> None:
+    """Values that come again and again do not hide how often a history rolled, where the skipped steps are told."""
+    account = Account(4, history=8)
+    account.draw = lambda: float(2 ** account.generator.integers(0, 2))
+    watch = ScaleWatch(account.timeline)
+    for _ in range(30):
+        since, skips = [len(noted) for noted in account.noted], 0
+        for _ in range(5):
+            skip = bool(account.generator.random() < 0.4)
+            account.roll(tuple(Direction), skip)
+            skips += skip
+        assert_same(watch.windows(skips), account.expected(since))
 
 
 def test_more_windows_than_a_history_holds_are_not_guessed() -> None:
@@ -162,3 +177,16 @@ def test_a_sample_changes_nothing(backend: str) -> None:
     sampled.timeline.scale_of(role).mul_(2.0**-14)
     again = sample_underflow(sampled.engine, batch(1), recipe_of(sampled))
     assert again[role] > 0.2 and all(again[name] < 0.1 for name in again if name != role)
+
+
+def test_a_sample_of_experts_changes_nothing() -> None:
+    """Their weights are sampled; what their inputs and gradients merge into the open windows is taken back."""
+    moe = {"model__family": "mixtral", "model__moe": {"num_experts": 4}, "pipeline__microbatches": 2}
+    assembly = make(**moe)
+    step(assembly, 0)
+    before = tensors(assembly)
+    shares = sample_underflow(assembly.engine, batch(1, 2), recipe_of(assembly))
+    assert differing(before, tensors(assembly)) == []
+    assert {name for name in assembly.timeline.index if name not in shares} == {
+        name for name in assembly.timeline.index if "expert" in name and not name.endswith(".weight")
+    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import inspect
 import json
 import random
@@ -361,6 +363,7 @@ def test_checkpoints_the_plan_and_alerts(tmp_path: Path, monkeypatch: pytest.Mon
     assert "step-3" in artifact.aliases
     (entry,) = artifact.manifest.contents
     assert (entry.path, entry.ref) == ("step_00000003/manifest.json", (folder / "manifest.json").as_uri())
+    assert entry.digest != base64.b64encode(hashlib.md5(b"12345").digest()).decode(), "the file was read"
     alerts = [record.alert for record in records if record.WhichOneof("record_type") == "alert"]
     assert [(alert.title, alert.text, alert.level) for alert in alerts] == [
         ("step skipped", "step 7 was skipped: spike of the loss (loss 9.0)", "WARN"),
