@@ -96,6 +96,10 @@ class SplitLinear(SplitLayer):
         other ranks' tokens here (:mod:`qeffect_lm.parallel.linear`)."""
         return x, quantiser
 
+    def shaped(self, y: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """The product ``[tokens, out]`` in the shape of its input."""
+        return y.view(*shape[:-1], y.shape[-1])
+
     def product(
         self,
         x: torch.Tensor,
@@ -251,16 +255,11 @@ class SplitLinear(SplitLayer):
         return self.cached
 
 
-def _shaped(y: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The product ``[tokens, out]`` in the shape of its input; as it is where it has another number of tokens."""
-    return y.view(*shape[:-1], y.shape[-1]) if y.shape[0] == shape[:-1].numel() else y
-
-
 class _SplitLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: SplitLinear, context: LayerContext) -> torch.Tensor:
         ctx.layer, ctx.context, ctx.shape = layer, context, x.shape
-        return _shaped(layer.product(x.reshape(-1, layer.in_features), context), x.shape)
+        return layer.shaped(layer.product(x.reshape(-1, layer.in_features), context), x.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:  # type: ignore[override]
@@ -278,7 +277,7 @@ class _NormedLinear(torch.autograd.Function):
 
         quantiser = NormQuantiser(norm)
         flat = x.reshape(-1, layer.in_features)
-        y = _shaped(layer.product(flat, context, quantiser), x.shape)
+        y = layer.shaped(layer.product(flat, context, quantiser), x.shape)
         ctx.save_for_backward(flat, quantiser.rstd)
         ctx.norm, ctx.layer, ctx.context, ctx.shape = norm, layer, context, x.shape
         return y

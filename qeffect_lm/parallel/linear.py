@@ -46,6 +46,10 @@ class _ParallelLinear(SplitLinear):
         super().__init__(name, in_features, out_features, bias=bias, recipe=recipe, dtype=dtype)
         self.tp = tp
 
+    def shaped(self, y: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Where tokens are cut, an input and its product have different ones: ``[tokens, out]`` as it is."""
+        return y if self.tp.sequence else super().shaped(y, shape)
+
     @staticmethod
     def _part(name: str, cut: Cut, tp: TensorParallel) -> int:
         try:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from models.decoder import DecoderBlock
+from models.decoder import Decoder, DecoderBlock
 from qeffect_lm.contract.ledger import Scope
 from qeffect_lm.fp8.recipes import CurrentScaling, DelayedScaling
 from qeffect_lm.layers.base import Layer
 from qeffect_lm.layers.context import LayerContext, Phase
 from qeffect_lm.layers.linear import SplitLinear
+from qeffect_lm.parallel.tensor import TensorParallel
 from tests.decoders import llama_decoder
 from tests.unit.interpreted import DEVICE, kernels_run, reference  # noqa: F401
 from tests.unit.layer_harness import Harness, Microbatch, random
@@ -19,12 +22,15 @@ CALLS = ("read_scale", "report_amax", "read_weight", "retain", "input_grad_done"
 TOKENS, HIDDEN = 16, 32  # W sums over tokens, and a GPU's FP8 products need multiples of 16
 
 
-def harness_of(recipe=None, *, dtype: torch.dtype = torch.bfloat16, kv_heads: int = 2) -> Harness:
-    decoder = llama_decoder(
+def harness_decoder(recipe=None, *, dtype: torch.dtype = torch.bfloat16, kv_heads: int = 2) -> Decoder:
+    return llama_decoder(
         vocab_size=8, hidden_size=HIDDEN, num_layers=1, num_heads=4, num_kv_heads=kv_heads, head_dim=16, ffn_size=48,
         max_positions=TOKENS, dtype=dtype, recipe=recipe,
     )  # fmt: skip
-    return harness_for(decoder.block(0).to(DEVICE))
+
+
+def harness_of(recipe=None, *, dtype: torch.dtype = torch.bfloat16, kv_heads: int = 2) -> Harness:
+    return harness_for(harness_decoder(recipe, dtype=dtype, kv_heads=kv_heads).block(0).to(DEVICE))
 
 
 def harness_for(module: torch.nn.Module) -> Harness:
@@ -142,6 +148,56 @@ def test_attention_as_one_node_equals_its_parts(batch, kv_heads):
     results = [run_half("attention", batch, kv_heads, fused=fused) for fused in (True, False)]
     for got, want in zip(*([*ends, *left] for ends, left, _ in results), strict=True):
         assert got.abs().max() > 0 and torch.equal(got, want)
+
+
+class Alone(TensorParallel):
+    """A rank without peers: its parts are the wholes."""
+
+    def gather(self, x, context, who, kind="gather"):
+        self._tell(context, who, kind)
+        return x.clone()
+
+    def sum_(self, x, context, who):
+        return self.gather(x, context, who, "sum")
+
+    def scatter_sum(self, x, context, who):
+        return self.gather(x, context, who, "scatter")
+
+
+@pytest.mark.parametrize(("sequence", "recompute"), [(True, "none"), (False, "none"), (True, "selective")])
+@pytest.mark.parametrize("which", ["attention", "mlp"])
+def test_cut_over_ranks_as_one_node(which, sequence, recompute, monkeypatch):
+    """A rank's half layer over its tokens, the norm before they are gathered: bytes of the whole layer's outputs, dX, gradients
+    and amax; with the residual the sum is rounded after the parts'. Exchanges as the linears say."""
+    (plain, left, data) = run_half(which, 2, 2, residual=False)
+    decoder = replace(harness_decoder(DelayedScaling()), tp=Alone(1, 0, sequence), recompute=recompute)
+    for residual in (False, True):
+        harness = harness_for(Half(decoder.block(0).to(DEVICE), which, fused=True, residual=residual))
+        make = harness.microbatch
+
+        def microbatch(number, x, dy, make=make, **more):
+            if not sequence:
+                return make(number, x, dy, **more)
+            made = make(number, x.reshape(-1, HIDDEN), dy.reshape(-1, HIDDEN), **more)
+            made.slot.context.grid = tuple(x.shape[:2])
+            return made
+
+        monkeypatch.setattr(harness, "microbatch", microbatch)
+        calibrate(harness, data[:1])
+        told: list[str] = []
+        monkeypatch.setattr(Scope, "collective", lambda self, name, told=told: told.append(f"{self.kind} {name}"))
+        microbatches = [microbatch(n, x, dy) for n, (x, dy) in enumerate(data)]
+        harness.run(microbatches)
+        linears = [m for m in harness.module.modules() if isinstance(m, SplitLinear)]
+        again = {f"I {m.name}.gather" for m in linears} if recompute != "none" else set()  # tokens that F did not keep
+        least = {f"{k} {name}" for m in linears for k in "FI" for name in m.collectives[k]}
+        assert least <= set(told) <= least | again and (recompute == "none" or len(set(told)) > len(least))
+        for got, want in zip([harness.timeline.open_amax, *harness.grads.values()], left, strict=True):
+            assert got.abs().max() > 0 and torch.equal(got, want)
+        for m, (out, dx), (x, dy) in zip(microbatches, (plain[:2], plain[2:]), data, strict=True):
+            more = (x, dy) if residual else (torch.zeros_like(x), torch.zeros_like(dy))
+            assert torch.equal(m.out.view_as(out), out + more[0])
+            assert torch.equal(m.dx.view_as(dx), dx) if not residual else (m.dx.view_as(dx) - (dx + dy)).abs().max() < 0.1
 
 
 @pytest.mark.parametrize("which", ["attention", "mlp"])

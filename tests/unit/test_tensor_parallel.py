@@ -23,6 +23,7 @@ from qeffect_lm.errors import UsageError
 from qeffect_lm.layers.base import named_parameters
 from qeffect_lm.layers.context import LayerContext, Phase
 from qeffect_lm.layers.dropout import KeyedDropout
+from qeffect_lm.layers.embedding import LearnedPositions
 from qeffect_lm.layers.loss import CrossEntropyLoss
 from qeffect_lm.optim.flat import FlatBuffers, ParamSpec, Shard
 from qeffect_lm.optim.norm import BlockOrder, BlockSums
@@ -216,6 +217,23 @@ def test_a_part_of_the_tokens_has_its_part_of_the_mask():
     whole = KeyedDropout("drop", 0.5)(x, context())
     parts = [KeyedDropout("drop", 0.5, rank)(x[2 * rank : 2 * rank + 2], context()) for rank in range(4)]
     assert torch.equal(torch.cat(parts), whole) and not torch.equal(parts[0], parts[1])
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_part_of_the_tokens_has_its_positions(documents):
+    """Learned positions of tokens that are cut, rows and documents crossing the cuts; gradients are parts of a sum."""
+    x = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(1))
+    starts = torch.tensor([[0, 0, 0, 3, 3, 3], [0, 1, 1, 1, 4, 4]], dtype=torch.int32) if documents else None
+    whole = LearnedPositions("p", 6, 3)
+    torch.nn.init.normal_(whole.weight)
+    expected = whole(x, context(starts=starts)).reshape(-1, 3)
+    for rank in range(4):
+        part = LearnedPositions("p", 6, 3, before=rank)
+        part.weight.data = whole.weight.data
+        mine = slice(3 * rank, 3 * rank + 3)
+        about = context(starts=starts, grid=(2, 6))
+        assert torch.equal(part(x.reshape(-1, 3)[mine], about), expected[mine])
+        assert part.places(x.reshape(-1, 3)[mine], about) is not None
 
 
 class Peers(TensorParallel):

@@ -1,0 +1,60 @@
+"""Tensor parallelism over NCCL on two GPUs: captured equals eager bit for bit, and near one GPU.
+
+python -m pytest -q tests/gpu/test_tensor_parallel_gpu.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from qeffect_lm.parallel.mesh import Mesh
+from tests.gpu.test_engine_gpu import data
+from tests.gpu.test_step_graph_gpu import settings, two_gpus
+from tests.helpers import run_distributed
+from tests.tiny import differing, train
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"), two_gpus]
+
+STEPS = 8
+GRAPHS = ("eager", "action", "step", "body")
+
+
+def _runs(rank: int, world: int, variants: list[dict[str, Any]]) -> list[Any]:
+    """Every way to execute each variant; bytes of FP8 are told as such."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    mesh = Mesh({"tp": world}, rank)
+    mesh.create_groups()
+    told = []
+    for more in variants:
+        for graphs in GRAPHS:
+            run = train(settings(graphs, parallel__tp=world, **more), STEPS, mesh=mesh, batches=data)
+            told.append((run.losses, run.norms, {name: tensor.cpu() for name, tensor in run.tensors.items()}))
+            run.assembly.release()
+    return told
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "all tokens"])
+def test_two_gpus(sequence: bool, recompute: str) -> None:
+    """All ways to execute agree bit for bit on each rank, both ranks in losses and norms; the losses are near one GPU's, whose
+    sums have another order; without dropout attention and MLP are a node each, with it not."""
+    variants = [
+        {"parallel__sequence_parallel": sequence, "model__recompute": recompute, "model__dropout": p} for p in (0.0, 0.1)
+    ]
+    ranks = run_distributed(_runs, 2, variants, timeout=600, init=False)
+    for number, more in enumerate(variants):
+        first = number * len(GRAPHS)
+        for place in range(first, first + len(GRAPHS)):
+            assert ranks[0][place][:2] == ranks[1][place][:2] == ranks[0][first][:2], GRAPHS[place - first]
+            for rank in ranks:
+                assert differing(rank[place][2], rank[first][2]) == [], GRAPHS[place - first]
+        one = train(settings("eager", model__dropout=more["model__dropout"]), STEPS, batches=data)
+        losses = ranks[0][first][0]
+        assert losses == pytest.approx(one.losses, abs=0.05) and losses[0] == pytest.approx(one.losses[0], abs=5e-3)
+        assert len(set(losses)) == STEPS
