@@ -117,7 +117,8 @@ class Watcher:
         mine: dict[str, Any] = {"wait": data_wait_ms}
         if watch is not None and watch.marks:
             mine["busy"] = 1000 * watch.busy()
-        first = self._mesh.coord("dp") == 0  # replicas have the same scales
+        # Replicas and tensor-parallel peers have the same scales; underflow is told of the first peer's pieces.
+        first = self._mesh.coord("dp") == self._mesh.coord("tp") == 0
         if first and self._windows is not None:
             mine["windows"] = self._windows
         if first and self._underflow:
