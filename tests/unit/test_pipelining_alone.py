@@ -44,6 +44,10 @@ def grads(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in module.named_parameters()}
 
 
+def bits(state: Any) -> dict[str, bytes]:
+    return {name: support.raw(t) for name, t in state.state_dict().items()}
+
+
 def tiny(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return support.loss_fn(output, target) * 2.0**-30
 
@@ -83,19 +87,37 @@ def test_first_scales_are_each_tensors_own():
     assert state.timeline.scale_of("stage0.1.head.weight") == current_scale(weight.detach().bfloat16(), E4M3, 1) != 1
     assert state.timeline.scale_of("stage0.1.head.input") == 1  # nothing rolled: evaluation tells nothing
     assert len(state.unrolled) == 3 * len(state.linears)
+    x = torch.randn(4, support.WIDTH)
+    assert state.linears["stage0.1.head"].fp8._operand("input", x, None).scale_inv == 1 / current_scale(x, E4M3, 1)
+    theirs, attached = one(torchs.Schedule1F1B, TorchStage)
+    attach(theirs, fp8={"margin": 1})
+    with torch.no_grad():
+        assert torch.equal(theirs.eval(TOKENS, target=TARGET), schedule.eval(TOKENS))  # cast for an evaluation, too
     before = state.state_dict()
     schedule.step(TOKENS, target=TARGET)
+    theirs.step(TOKENS, target=TARGET)
+    assert all(torch.equal(grads(attached)[name], grad) for name, grad in grads(module).items())
     again, other = one(fp8={"margin": 1})  # a checkpoint of before the first step: still its own scales
     again.fp8.load_state_dict(before)
     assert len(again.fp8.unrolled) == 3 * len(state.linears)
     again.step(TOKENS, target=TARGET)
     assert all(torch.equal(grads(other)[name], grad) for name, grad in grads(module).items())
-    once = state.state_dict()
     support.descend([module])
-    schedule.step(TOKENS, target=TARGET)
-    other.load_state_dict(module.state_dict())
-    again.fp8.load_state_dict(once)
-    assert again.fp8.unrolled == set()
+    once, weights = state.state_dict(), {name: w.clone() for name, w in module.state_dict().items()}
+    late, resumed = one(fp8={"margin": 1})
+    late.fp8.load_state_dict(once)
+    assert late.fp8.unrolled == set()
+    with pytest.raises(StaleWeightError, match="cast with its saved scale, is not the saved cast: load the weights, too"):
+        late.step(TOKENS, target=TARGET)
+    late, resumed = one(fp8={"margin": 1})
+    late.fp8.load_state_dict(once)
+    resumed.load_state_dict(weights)
+    for each, of in ((schedule, module), (late, resumed)):
+        of.zero_grad()
+        each.step(TOKENS, target=TARGET)
+        support.descend([of])
+    assert bits(late.fp8) == bits(state) != {name: support.raw(t) for name, t in once.items()}
+    assert all(torch.equal(grads(resumed)[name], grad) for name, grad in grads(module).items())
     with pytest.raises(UsageError, match="amax history has 16 windows, not 3"):
         one(fp8={"history": 3, "margin": 1})[0].fp8.load_state_dict(once)
     with pytest.raises(UsageError, match="has no FP8 state stage0.0.block.down/"):
@@ -141,21 +163,19 @@ def test_a_failed_step_leaves_no_maxima_behind():
         each.step(TOKENS, target=TARGET)
         of.zero_grad()
         each.step(TOKENS, target=TARGET)
-    assert {k: support.raw(t) for k, t in schedule.fp8.state_dict().items()} == {
-        k: support.raw(t) for k, t in clean.fp8.state_dict().items()
-    }
+    assert bits(schedule.fp8) == bits(clean.fp8)
     assert all(torch.equal(grads(other)[name], grad) for name, grad in grads(module).items())
 
     theirs, module = one(torchs.Schedule1F1B, TorchStage)
     contract = attach(theirs, fp8=True)
     theirs.step(TOKENS, target=TARGET)
-    before = {k: support.raw(t) for k, t in contract.fp8.state_dict().items()}
+    before = bits(contract.fp8)
     stage, epochs = theirs._stage, dict(contract.fp8.timeline.epochs)
     backward = stage.backward_one_chunk
     stage.backward_one_chunk = lambda number, **kw: backward(number, **kw) if number else None
     with pytest.raises(LeaseLeakError):
         theirs.step(TOKENS, target=TARGET)
-    assert {k: support.raw(t) for k, t in contract.fp8.state_dict().items()} == before
+    assert bits(contract.fp8) == before
     assert contract.fp8.timeline.epochs == epochs
 
 

@@ -109,6 +109,8 @@ class Attached:
                     return forward(number, *args, **kwargs)
 
         def backward_one_chunk(number: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False) -> Any:
+            if not self._trains:  # torch's eval runs the whole schedule, over stages that do nothing in backward
+                return None
             with self._action("I", stage.stage_index, number) as (scope, tape):
                 tape.again, self._made = True, tape
                 with running(tape):
@@ -120,6 +122,8 @@ class Attached:
             return made
 
         def weight_one_chunk(number: int, last_backward: bool = False) -> None:
+            if not self._trains:
+                return
             with self._action("W", stage.stage_index, number) as (scope, _):
                 if scope.take_weight_grad(TAPE) is not None:
                     stage.dw_runner.pop(number)()
