@@ -188,7 +188,7 @@ def _replayed(arguments: argparse.Namespace, environ: MutableMapping[str, str]) 
     import torch.distributed as dist
 
     from checkpoint import open_checkpoint, resolve
-    from qeffect_lm.app.assemble import device_of
+    from qeffect_lm.app.device import device_of
     from qeffect_lm.app.replay import replay, replay_config
     from qeffect_lm.runtime.launch import LaunchEnv, init_process_group
 

@@ -6,7 +6,7 @@ The training run (:mod:`qeffect_lm.app.run`) and the tools drive them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from pipeline.step_end import StepEnd
 from qeffect_lm import __version__
 from qeffect_lm.app import optimizer as optimizers
 from qeffect_lm.app.counts import routing_sums
+from qeffect_lm.app.device import device_of
 from qeffect_lm.app.holdings import block_order, initialise, param_specs, tied_weights
 from qeffect_lm.app.sources import check_documents
 from qeffect_lm.config import Config
@@ -188,34 +189,6 @@ def make_plan(config: Config) -> Plan:
     )
 
 
-def device_of(config: Config, local_rank: int | None = None) -> torch.device:
-    """The device of this process; without a local rank torch's current GPU.
-
-    Raises:
-        UsageError: cuda where torch sees no GPU, fewer GPUs than local ranks, or a graph backend of another device.
-    """
-    wanted, visible = config.run.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "cuda" and not visible:
-        raise UsageError(
-            "run.device=cuda, but torch sees no GPU here: set run.device=cpu (or auto), or install a CUDA build of torch"
-        )
-    kind = wanted if wanted != "auto" else ("cuda" if visible else "cpu")
-    backend = config.graphs.backend
-    if backend == "cuda_graphs" and kind == "cpu":
-        raise UsageError("graphs.backend=cuda_graphs needs a GPU: set graphs.backend=host_replay or eager on a CPU")
-    if backend == "host_replay" and kind == "cuda":
-        raise UsageError("graphs.backend=host_replay is for a CPU: set graphs.backend=cuda_graphs, or run.device=cpu")
-    if kind == "cuda" and config.precision.dtype == "float64":
-        raise UsageError("precision.dtype=float64 runs on a CPU only: set run.device=cpu")
-    if kind == "cpu":
-        return torch.device("cpu")
-    if local_rank is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    if local_rank >= visible:
-        raise UsageError(f"local rank {local_rank} has no GPU of its own: torch sees {visible}; start as many ranks per node")
-    return torch.device("cuda", local_rank)
-
-
 def make_timeline(
     config: Config, recipe: Recipe | None, layers: list[SplitLinear], device: torch.device
 ) -> ScaleTimeline:
@@ -248,7 +221,12 @@ def check_supported(config: Config) -> None:
 
 
 def assemble(
-    config: Config, mesh: Mesh | None = None, plan: Plan | None = None, device: torch.device | None = None
+    config: Config,
+    mesh: Mesh | None = None,
+    plan: Plan | None = None,
+    device: torch.device | None = None,
+    *,
+    rehearsal: bool = False,
 ) -> Assembly:
     """Build one rank's part, with freshly initialised weights.
 
@@ -256,6 +234,7 @@ def assemble(
         mesh: None: this process alone (all parallel sizes 1, or the plan's chunks all on one rank).
         plan: None: the configuration's.
         device: of all tensors; None: the configuration's.
+        rehearsal: of tensors without data (:mod:`qeffect_lm.app.rehearsal`): they get no values, and none is registered.
 
     Raises:
         UsageError: the configuration asks for something that does not exist.
@@ -273,7 +252,8 @@ def assemble(
         # All ranks together prove the plan, before anything is allocated.
         prove_rank(plan, mesh.coord("pp"), replicas=mesh.group("dp") is not None, tied=bool(model.ties), tensor=tp is not None)
     counts = config.chunk_layers(plan.placement.num_chunks)
-    chunks = {i: model.chunk(i, counts) for i in plan.placement.chunks(mesh.coord("pp"))}
+    make = model.meta_chunk if device.type == "meta" else model.chunk
+    chunks = {i: make(i, counts) for i in plan.placement.chunks(mesh.coord("pp"))}
     specs = {spec.name: spec for spec in model.parameters()}
 
     flat = _flat_storages(config, param_specs(config, chunks, specs, model.ties, tp), dtype, device, shard_of(config, mesh))
@@ -281,7 +261,8 @@ def assemble(
         _bind_parameters(chunk, flat)
         if config.data.documents == "reset":
             check_documents(chunk)
-    initialise(flat, specs, config.run.seed)
+    if not rehearsal:
+        initialise(flat, specs, config.run.seed)
     tied = tied_weights(model, plan, counts, flat, mesh)
 
     linears = [m for chunk in chunks.values() for m in chunk.modules() if isinstance(m, SplitLinear)]
@@ -290,12 +271,7 @@ def assemble(
     for linear in linears:
         linear.cached = cache.cached.get(linear.weight_name)
     if device.type == "cuda":
-        products = CublasLt(device)
-        attention = cudnn_attention.load(device) if library is None else None
-        for chunk in chunks.values():
-            bind_products(chunk, products)
-            bind_attention(chunk, attention)
-            bind_experts(chunk)
+        _bind_libraries(chunks.values(), device, native=library is None)
     routing = routing_sums(model.num_layers, specs.values(), device)
     for chunk in chunks.values():
         bind_statistics(chunk, routing)
@@ -359,7 +335,8 @@ def assemble(
     for index, chunk in chunks.items():
         _declare_roles(ledger, index, chunk)
         _declare_collectives(ledger, index, chunk)
-    register = _register(flat, timeline, cache, optimizer, end, stages, inputs)
+    parts = flat, timeline, cache, optimizer, end, stages, inputs
+    register = HiddenStateRegister() if rehearsal else _register(*parts)
     for name, tensor in hidden.items():
         register.add(f"transformer_engine/{name}", tensor, owner="transformer_engine", rule=Rule.SCRATCH)
     evaluator = Evaluator(engine)
@@ -393,10 +370,21 @@ def _bind_parameters(chunk: torch.nn.Module, flat: FlatBuffers) -> None:
     """Make every parameter a view of the flat storage, and give direct layers their main gradients."""
     for name, parameter in named_parameters(chunk):
         parameter.data = flat.param(name)
-    chunk.to(flat.device)  # what is left: buffers
+    for module in chunk.modules():  # what is left: buffers
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(flat.device))
     for layer in direct_layers(chunk):
         if layer.weight.requires_grad:
             layer.main_grad = flat.grad(layer.weight_name)
+
+
+def _bind_libraries(chunks: Iterable[torch.nn.Module], device: torch.device, native: bool) -> None:
+    """A GPU's products and, but for Transformer Engine's layers, its attention."""
+    products, attention = CublasLt(device), cudnn_attention.load(device) if native else None
+    for chunk in chunks:
+        bind_products(chunk, products)
+        bind_attention(chunk, attention)
+        bind_experts(chunk)
 
 
 def _weight_cache(flat: FlatBuffers, linears: list[SplitLinear], library: te.Library | None) -> WeightCache:

@@ -5,28 +5,21 @@ from __future__ import annotations
 from math import prod
 from pathlib import Path
 
-import torch
-
-from models import build_model
-from models.spec import ParameterSpec
 from pipeline.plan import Plan
 from pipeline.simulate import simulate
 from pipeline.timeline_text import render
 from qeffect_lm.app import optimizer as optimizers
-from qeffect_lm.app.activations import activations, recompute_note
-from qeffect_lm.app.assemble import DTYPES, check_supported, make_plan, make_recipe, shard_of
+from qeffect_lm.app.assemble import check_supported, make_plan
 from qeffect_lm.app.auto_plan import decide, explain, needs_profile
 from qeffect_lm.app.counts import active_parameters, flop_per_token
-from qeffect_lm.app.holdings import local_spec, param_specs, shape_only
+from qeffect_lm.app.device import planned_device
+from qeffect_lm.app.layout import Layout
+from qeffect_lm.app.memory import Memory
 from qeffect_lm.app.profile import made_up_batch, profile
+from qeffect_lm.app.rehearsal import rehearse
 from qeffect_lm.app.sources import check_tokenizer
 from qeffect_lm.config import Config
-from qeffect_lm.layers.joined import place_bytes
-from qeffect_lm.layers.linear import SplitLinear
-from qeffect_lm.optim.buckets import BucketPlan
-from qeffect_lm.optim.flat import Entry, ParamSpec, Shard, layout, plan_of
 from qeffect_lm.optim.gradient_table import gradient_table
-from qeffect_lm.parallel.mesh import Mesh
 
 MIB = 1024 * 1024
 
@@ -35,8 +28,9 @@ def describe(config: Config, gradients: bool = False) -> str:
     """The whole page, for a terminal 100 columns wide; ``gradients``: with the place of every main gradient."""
     check_supported(config)
     plan, notes = _plan(config)
-    model = build_model(config, make_recipe(config), DTYPES[config.precision.dtype], shape_only(config))
-    specs = {spec.name: spec for spec in model.parameters()}
+    layout = Layout(config)
+    specs, device = layout.specs, planned_device(config)
+    memory = Memory(layout, plan, rehearse(config, device), device)
     counts = config.chunk_layers(plan.placement.num_chunks)
     total, active = sum(prod(spec.shape) for spec in specs.values()), active_parameters(specs.values())
     used = [f"of them {active:,} take part in a token: of experts those that it goes through"] if active < total else []
@@ -55,12 +49,12 @@ def describe(config: Config, gradients: bool = False) -> str:
         f"one step with T_F = T_I = T_W and free communication (bubble {result.bubble:.1%}):",
         render(plan, width=98),
         "",
-        memory_table(config, plan, specs, counts),
-        *staged_copies(config, plan, specs, counts),
-        *recompute_note(config, plan, counts, DTYPES[config.precision.dtype]),
-        *coalesced_places(config, plan, counts),
-        *bucket_tables(config, plan, specs, counts),
-        *(gradient_tables(config, plan, specs, counts) if gradients else []),
+        memory_table(memory),
+        *staged_copies(memory),
+        *recompute_note(memory),
+        *coalesced_places(layout, plan),
+        *bucket_tables(layout, plan),
+        *(gradient_tables(layout, plan) if gradients else []),
     ]
     return "\n".join([*parts, *_missing(config)])
 
@@ -94,135 +88,82 @@ def _missing(config: Config) -> list[str]:
     return notes
 
 
-def memory_table(config: Config, plan: Plan, specs: dict[str, ParameterSpec], counts: list[int]) -> str:
-    """MiB per pipeline rank by category, with tensor parallelism of the first of its ranks; activations are an estimate from
-    the layers' shapes and the plan's slots."""
-    names = "parameters", "gradients", "optimizer", "FP8 caches", "activations", "total"
-    header = "rank " + " ".join(f"{name:>{width}}" for name, width in zip(names, (11, 10, 10, 11, 12, 9), strict=True))
-    tp = f", each of {config.parallel.tp} tensor-parallel ranks" if config.parallel.tp > 1 else ""
-    lines = [f"memory per pipeline rank{tp} (MiB); activations estimated from shapes and the plan's slots:", header]
-    for rank in range(plan.num_ranks):
-        numbers = memory_of(config, plan, rank, specs, counts)
-        cells = [numbers[key] / MIB for key in ("parameters", "gradients", "optimizer", "caches", "activations")]
-        widths = (11, 10, 10, 11, 12)
-        text = " ".join(f"{cell:>{width}.1f}" for cell, width in zip(cells, widths, strict=True))
-        lines.append(f"{rank:>4} {text} {sum(cells):>9.1f}")
+def memory_table(memory: Memory) -> str:
+    """MiB per pipeline rank by category, and at the peak of a run (docs/plan.md)."""
+    names = "parameters", "gradients", "optimizer", "FP8 caches", "activations", "peak"
+    widths = 11, 10, 10, 11, 12, 9
+    header = "rank " + " ".join(f"{name:>{width}}" for name, width in zip(names, widths, strict=True))
+    tp = memory.config.parallel.tp
+    each = f", each of {tp} tensor-parallel ranks" if tp > 1 else ""
+    lines = [f"memory per pipeline rank{each} (MiB), predicted; activations with slots and workspaces:", header]
+    for rank in range(memory.plan.num_ranks):
+        held = memory.of(rank)
+        sums = [held.categories[name] for name in ("main gradients", "moments", "FP8 weight caches")]
+        first = held.categories["parameters"] + held.categories["masters"]
+        cells = [first, *sums, sum(held.categories.values()) - first - sum(sums), held.peak]
+        text = " ".join(f"{cell / MIB:>{width}.1f}" for cell, width in zip(cells, widths, strict=True))
+        lines.append(f"{rank:>4} {text}")
     return "\n".join(lines)
 
 
-def staged_copies(config: Config, plan: Plan, specs: dict[str, ParameterSpec], counts: list[int]) -> list[str]:
+def staged_copies(memory: Memory) -> list[str]:
     """With ``checkpoint.async_save``, what the copy of a rank's state takes of host memory at most (but for a few KiB)."""
-    if not config.checkpoint.async_save:
+    if not memory.config.checkpoint.async_save:
         return []
-    numbers = [memory_of(config, plan, rank, specs, counts) for rank in range(plan.num_ranks)]
-    most = max(sum(one[key] for key in ("parameters", "optimizer", "caches")) for one in numbers)
+    most = max(memory.state(rank) for rank in range(memory.plan.num_ranks))
     return ["", f"saving in the background: up to {most / MIB:.1f} MiB of host memory for a rank's copy of its state"]
 
 
-def coalesced_places(config: Config, plan: Plan, counts: list[int]) -> list[str]:
+def recompute_note(memory: Memory) -> list[str]:
+    """With recompute, what it saves and makes again, of the first layer that it is for."""
+    kinds = [kind for kind in memory.kinds if kind[1] != "none"]
+    if not kinds:
+        return []
+    plain = memory.config.to_dict()
+    plain["model"] |= {"recompute": "none", "recompute_layers": None}
+    kept = rehearse(Config.from_dict(plain), memory.device)
+    held = memory.rehearsed.layers[kinds[0]].f.left, kept.layers[kinds[0][0], "none"].f.left
+    return [
+        f"model.recompute {kinds[0][1]}, {len(kinds)} of {len(memory.kinds)} layers: between F and I a microbatch keeps "
+        f"{held[0] / MIB:.1f} MiB of a layer",
+        f"instead of {held[1] / MIB:.1f} MiB, and W's operands only from I on; I holds one layer's at a time",
+    ]
+
+
+def coalesced_places(layout: Layout, plan: Plan) -> list[str]:
     """With ``pipeline.coalesce_w``, per chunk how many places its operands of W have and how large one is."""
     if plan.coalesce_w == 1:
         return []
-    model = build_model(config, make_recipe(config), DTYPES[config.precision.dtype], shape_only(config))
-    tokens = config.data.seq_len * config.data.microbatch_size
+    tokens = layout.config.data.seq_len * layout.config.data.microbatch_size
     lines = ["", f"W of {plan.coalesce_w} microbatches is one product; its operands in FP8 (part of the activations above):"]
     for rank, slots in enumerate(plan.slots):
         for chunk in plan.placement.chunks(rank):
-            places, size = slots.w_slots.count[chunk], place_bytes(model.meta_chunk(chunk, counts).modules(), tokens)
+            places, size = slots.w_slots.count[chunk], tokens * sum(block.joined for block in layout.chunk(plan, chunk))
             lines.append(f"rank {rank}, chunk {chunk}: {places} places of {size:,} bytes, {places * size / MIB:.1f} MiB")
     return lines
 
 
-def bucket_tables(config: Config, plan: Plan, specs: dict[str, ParameterSpec], counts: list[int]) -> list[str]:
+def bucket_tables(layout: Layout, plan: Plan) -> list[str]:
     """With shared optimizer state, per pipeline rank the table of buckets and of who owns what (docs/data-parallel.md)."""
-    shard = shard_of(config, Mesh({"dp": config.parallel.dp}))
-    if shard is None:
-        return []
     tables = []
     for rank in range(plan.num_ranks):
-        buckets = _buckets(config, plan, rank, specs, counts, shard)
-        title = f"buckets of pipeline rank {rank}, in elements of the flat buffers; dp i from: the first that replica i owns"
-        tables += ["", f"{title}:", buckets.table(optimizers.grad_dtype(config).itemsize)]
+        buckets = layout.buckets(plan, rank)
+        if buckets is not None:
+            title = f"buckets of pipeline rank {rank}, in elements of the flat buffers; "
+            tables += ["", f"{title}dp i from: the first that replica i owns:", buckets.table(layout.grad_size)]
     return tables
 
 
-def gradient_tables(config: Config, plan: Plan, specs: dict[str, ParameterSpec], counts: list[int]) -> list[str]:
+def gradient_tables(layout: Layout, plan: Plan) -> list[str]:
     """Per pipeline rank, where each main gradient lies (docs/gradients.md)."""
-    shard, dtype = shard_of(config, Mesh({"dp": config.parallel.dp})), optimizers.grad_dtype(config)
-    tables = []
+    dtype, tables = optimizers.grad_dtype(layout.config), []
     for rank in range(plan.num_ranks):
-        params = held_by(config, plan, rank, specs, counts)
-        entries, _ = _layout(config, params)
-        buckets = None if shard is None else _buckets(config, plan, rank, specs, counts, shard)
+        params = layout.params(plan, rank)
+        entries, _ = layout.flat(params)
         tied = [param for param in params if param.tied_to is not None]
         title = f"main gradients of pipeline rank {rank}, in its flat buffer; chunk: whose work completes them:"
-        tables += ["", title, gradient_table(entries, tied, dtype, buckets)]
+        tables += ["", title, gradient_table(entries, tied, dtype, layout.buckets(plan, rank))]
     return tables
-
-
-def _wide(config: Config) -> int:
-    """Bytes of an element of masters."""
-    return 8 if DTYPES[config.precision.dtype] is torch.float64 else 4
-
-
-def _moment(config: Config) -> int:
-    """Bytes of an element of a moment."""
-    dtype = optimizers.moment_dtype(config)
-    return _wide(config) if dtype is None else dtype.itemsize
-
-
-def _buckets(
-    config: Config, plan: Plan, rank: int, specs: dict[str, ParameterSpec], counts: list[int], shard: Shard
-) -> BucketPlan:
-    return plan_of(*_layout(config, held_by(config, plan, rank, specs, counts)), shard, optimizers.grad_dtype(config).itemsize)
-
-
-def _layout(config: Config, params: list[ParamSpec]) -> tuple[dict[str, Entry], list[int]]:
-    """Where a rank's parameters lie, as :class:`~qeffect_lm.optim.flat.FlatBuffers` puts them."""
-    dtypes = DTYPES[config.precision.dtype], optimizers.grad_dtype(config)
-    return layout(params, (_wide(config), _moment(config), *(dtype.itemsize for dtype in dtypes)))
-
-
-def held_by(
-    config: Config, plan: Plan, rank: int, specs: dict[str, ParameterSpec], counts: list[int]
-) -> list[ParamSpec]:
-    """The parameters and tied weights of one pipeline rank."""
-    model = build_model(config, make_recipe(config), DTYPES[config.precision.dtype], shape_only(config))
-    chunks = {c: model.meta_chunk(c, counts) for c in plan.placement.chunks(rank)}
-    return param_specs(config, chunks, specs, model.ties, shape_only(config))
-
-
-def memory_of(config: Config, plan: Plan, rank: int, specs: dict[str, ParameterSpec], counts: list[int]) -> dict[str, int]:
-    """Bytes of one pipeline rank by category."""
-    dtype = DTYPES[config.precision.dtype]
-    wide = _wide(config)
-    held = held_by(config, plan, rank, specs, counts)
-    names = [param.name for param in held if param.tied_to is None]
-    size = sum(param.numel for param in held if param.tied_to is None)
-    tied = [param for param in held if param.tied_to is not None]
-    copies = sum(param.numel for param in tied if param.tied_to not in names)
-    model = build_model(config, make_recipe(config), dtype, shape_only(config))
-    modules = [m for chunk in plan.placement.chunks(rank) for m in model.meta_chunk(chunk, counts).modules()]
-    cached = sum(m.weight.numel() for m in modules if isinstance(m, SplitLinear) and m.recipe is not None)
-    # What arrives from other ranks before it is added: of copies of tied weights, and of replicas a bucket's.
-    here = {param.name for param in held}
-    apart = [source for copy, source in model.ties.items() if source in here and copy not in here]
-    received = sum(local_spec(specs[source], shape_only(config)).numel for source in apart)
-    separate = dtype.itemsize != wide
-    owned = size  # of masters and moments, by the replica that owns most
-    shard = shard_of(config, Mesh({"dp": config.parallel.dp}))
-    if shard is not None:
-        buckets = _buckets(config, plan, rank, specs, counts, shard)
-        owned = max(buckets.owned(replica) for replica in range(shard.ranks))
-        trained = [bucket for bucket in buckets.buckets if bucket.trainable]
-        received += shard.ranks * max((size for bucket in trained for size in bucket.sizes), default=0)
-    return {
-        "parameters": (owned * wide + size * dtype.itemsize if separate else size * wide) + copies * dtype.itemsize,
-        "gradients": (size + sum(param.numel for param in tied) + received) * optimizers.grad_dtype(config).itemsize,
-        "optimizer": 2 * owned * _moment(config),
-        "caches": 2 * cached,
-        "activations": activations(config, plan, rank, counts, dtype),
-    }
 
 
 def _indent(text: str) -> str:

@@ -18,7 +18,8 @@ from checkpoint import Checkpoint, CheckpointError, open_checkpoint, resolve
 from checkpoint.load import load_into
 from models import build_model
 from models.decoder import DecoderBlock
-from qeffect_lm.app.assemble import DTYPES, device_of, make_recipe, make_timeline
+from qeffect_lm.app.assemble import DTYPES, make_recipe, make_timeline
+from qeffect_lm.app.device import device_of
 from qeffect_lm.app.shapes import saved_config
 from qeffect_lm.config import Config
 from qeffect_lm.errors import UsageError, shown

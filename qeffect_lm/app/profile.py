@@ -18,7 +18,8 @@ from pipeline.measure import Meter, latency
 from pipeline.p2p import Transport
 from pipeline.rendezvous import Queue
 from pipeline.schedules import Placement
-from qeffect_lm.app.assemble import DTYPES, Assembly, assemble, device_of
+from qeffect_lm.app.assemble import DTYPES, Assembly, assemble
+from qeffect_lm.app.device import device_of
 from qeffect_lm.config import Config
 from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.runtime.rng import restore_generators, save_generators

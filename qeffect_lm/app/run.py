@@ -21,9 +21,10 @@ from checkpoint.comm import Communicator
 from checkpoint.saved_run import check_saved_run
 from pipeline.measure import Meter, StepWatch, latency
 from qeffect_lm import __version__
-from qeffect_lm.app.assemble import Assembly, assemble, check_supported, device_of, mesh_of
+from qeffect_lm.app.assemble import Assembly, assemble, check_supported, mesh_of
 from qeffect_lm.app.auto_plan import agree_on_plan, choose_plan
 from qeffect_lm.app.counts import active_parameters
+from qeffect_lm.app.device import device_of
 from qeffect_lm.app.recording import Recorder
 from qeffect_lm.app.resuming import branch_of, check_config, find_checkpoint, plan_of, restore_run
 from qeffect_lm.app.saving import Saver

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from qeffect_lm import kernels
 from qeffect_lm.fp8.quantise import dequantise
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def scaled_mm(
     ``residual`` ``[m, n]`` in ``out_dtype`` is added by the product itself, which then is not written out first. ``library``:
     the device's products, for tensors on a GPU; ``fast_accumulation`` matters there only.
     """
-    if a.is_cuda:
+    if kernels.on_gpu(a):
         out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
         _bound(library).matmul(
             out, a, b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, residual=residual, fast_accumulation=fast_accumulation
@@ -59,7 +60,7 @@ def mm(a: torch.Tensor, b: torch.Tensor, *, library: CublasLt | None = None) -> 
     16-bit operands on a GPU go to ``library``: torch's own products would keep a workspace for each stream that nobody can
     name, plan or give back.
     """
-    if a.is_cuda and a.dtype in GPU_DTYPES and library is not None:
+    if kernels.on_gpu(a) and a.dtype in GPU_DTYPES and library is not None:
         out = torch.empty(a.shape[0], b.shape[0], dtype=a.dtype, device=a.device)
         library.matmul(out, a, b)
         return out
@@ -76,7 +77,7 @@ def accumulate_mm(
     sum). 16-bit operands on a GPU go in as they are: their products are exact in float32. (Where no such product exists, as of
     a CPU or of float32 into bfloat16, there is a temporary.)
     """
-    if a.is_cuda and a.dtype in GPU_DTYPES:
+    if kernels.on_gpu(a) and a.dtype in GPU_DTYPES:
         _bound(library).matmul(out, a, b, beta=beta)
         return
     if out.dtype is torch.bfloat16:
@@ -101,7 +102,7 @@ def accumulate_scaled_mm(
     library: CublasLt | None = None,
 ) -> None:
     """As :func:`accumulate_mm`, for FP8 operands; ``out`` is float32, bfloat16 or (on CPU) float64."""
-    if a.is_cuda:
+    if kernels.on_gpu(a):
         _bound(library).matmul(out, a, b, beta=beta, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv)
         return
     accumulate_mm(out, dequantise(a, a_scale_inv), dequantise(b, b_scale_inv), beta)

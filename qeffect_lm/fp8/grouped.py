@@ -241,3 +241,20 @@ torch.library.define(
 )
 torch.library.impl("qeffect_lm::grouped_mm", "CompositeExplicitAutograd", _grouped_mm)
 torch.library.impl("qeffect_lm::accumulate_grouped_mm", "CompositeExplicitAutograd", _accumulate_grouped_mm)
+
+
+@torch.library.impl("qeffect_lm::grouped_mm", "Meta")
+def _grouped_shape(
+    x: torch.Tensor,
+    x_scale_inv: torch.Tensor | None,
+    weights: Sequence[torch.Tensor],
+    weight_scale_invs: Sequence[torch.Tensor],
+    offsets: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weights[0].shape[0], dtype=dtype)
+
+
+@torch.library.impl("qeffect_lm::accumulate_grouped_mm", "Meta")
+def _accumulated(*arguments: object) -> None:
+    """Without data there is nothing to add."""

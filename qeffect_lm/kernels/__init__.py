@@ -27,6 +27,12 @@ def launched(name: str, *arguments: object) -> None:
             told(name, arguments)
 
 
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether what is done to ``tensor`` is a GPU's: it lies on one, or on the meta device, where a GPU's work is rehearsed
+    without its data (:mod:`qeffect_lm.app.rehearsal`)."""
+    return tensor.is_cuda or tensor.is_meta
+
+
 def usable(tensor: torch.Tensor) -> bool:
     """Whether the kernels take ``tensor``: on a GPU, at most 32 bits wide, Triton installed. Tests replace this function."""
-    return tensor.is_cuda and str(tensor.dtype) in DTYPES and find_spec("triton") is not None
+    return on_gpu(tensor) and str(tensor.dtype) in DTYPES and find_spec("triton") is not None

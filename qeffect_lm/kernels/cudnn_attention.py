@@ -251,6 +251,14 @@ def _heads_at_once(qkv: torch.Tensor, limit: int | None) -> tuple[int, bool]:
     return max(rows for rows in range(1, kv_heads + 1) if kv_heads % rows == 0 and rows <= max(fit, 1)), False
 
 
+def scores_bytes(qkv: torch.Tensor, limit: int = WORKSPACE_LIMIT) -> int:
+    """Bytes of the matrices d(scores) that the backward of ``qkv`` (of any device) keeps in its workspace at once."""
+    batch, sequence, _, parts, _ = qkv.shape
+    rows, whole = _heads_at_once(qkv, limit)
+    padded = -(-sequence // 128) * 128
+    return (batch if whole else 1) * rows * (parts - 2) * padded * padded * qkv.element_size()
+
+
 # ---- the package ---------------------------------------------------------------------------------------------------
 
 

@@ -206,5 +206,5 @@ class GroupedLinear(Deferred):
         for layout in ("rows", "columns", "scale_inv"):
             made[layout] = [getattr(one, layout, None) for one in cached]
         for table, tensors in made.items():
-            there = all(tensor is not None and not tensor.is_meta for tensor in tensors)
+            there = all(tensor is not None for tensor in tensors)
             setattr(self, f"{table}_table", addresses(tensors) if there else None)

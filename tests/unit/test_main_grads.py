@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from models import build_model
 from pipeline.stage import _accumulate
 from qeffect_lm.app.assemble import make_plan
-from qeffect_lm.app.dry_run import memory_of
+from qeffect_lm.app.layout import Layout
+from qeffect_lm.app.memory import resident_bytes
 from qeffect_lm.app.optimizer import grad_dtype
 from qeffect_lm.config import Config
 from qeffect_lm.fp8.gemm import accumulate_mm, accumulate_scaled_mm
@@ -124,5 +124,4 @@ def test_types_and_memory():
 
 def held(settings: Config) -> int:
     """Bytes of gradients that the dry run tells."""
-    specs = {spec.name: spec for spec in build_model(settings, None, torch.bfloat16).parameters()}
-    return memory_of(settings, make_plan(settings), 0, specs, [4])["gradients"]
+    return resident_bytes(Layout(settings), make_plan(settings), 0, "cpu")["main gradients"]

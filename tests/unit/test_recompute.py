@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -195,7 +196,10 @@ def test_the_dry_run_says_what_it_saves():
     off, full, two_of_them = page(), page(recompute="full"), page(recompute="full", recompute_layers=(0, 2))
     assert "model.recompute full, 4 of 4 layers" in full and "model.recompute full, 2 of 4 layers" in two_of_them
     assert "model.recompute" not in off
-    assert held(full) < held(two_of_them) < held(off) and held(page(recompute="selective")) < held(off)
+    assert held(full) <= held(two_of_them) < held(off)  # the peak is where W's operands wait, whichever layers made them
+    for text in (full, two_of_them, page(recompute="selective")):
+        kept, instead = (float(found) for found in re.findall(r"(?:keeps|instead of) ([\d.]+) MiB", text))
+        assert kept < 0.6 * instead
 
 
 class _Outer(Layer):

@@ -8,8 +8,10 @@ import pytest
 
 from checkpoint import compare, step_name
 from qeffect_lm.app.assemble import assemble
-from qeffect_lm.app.dry_run import describe, memory_of
+from qeffect_lm.app.dry_run import describe
 from qeffect_lm.app.inference import load_for_inference
+from qeffect_lm.app.layout import Layout
+from qeffect_lm.app.memory import resident_bytes
 from qeffect_lm.inference.generator import Generator
 from qeffect_lm.inference.sampling import Sampling
 from qeffect_lm.parallel.mesh import Mesh
@@ -97,12 +99,10 @@ def test_dry_run_counts_what_a_run_allocates(layout, monkeypatch):
     than 128 elements (256 bytes in bfloat16) for each parameter."""
     settings = config(**layout, precision__dtype="bfloat16", precision__fp8__high_precision_first=1)
     ranks = Ranks(settings, monkeypatch)
-    plan, model = ranks.parts[0].plan, ranks.parts[0].model
-    specs, counts = {spec.name: spec for spec in model.parameters()}, settings.chunk_layers(plan.placement.num_chunks)
-    told = [memory_of(settings, plan, part.mesh.coord("pp"), specs, counts) for part in ranks.parts]
+    told = [resident_bytes(Layout(settings), part.plan, part.mesh.coord("pp"), "cpu") for part in ranks.parts]
     received = []
     for part, numbers in zip(ranks.parts, told, strict=True):
-        assert numbers["caches"] == sum(t.nbytes for _, t in part.cache.tensors() if t.dim()) > 0
+        assert numbers["FP8 weight caches"] == sum(t.nbytes for _, t in part.cache.tensors() if t.dim()) > 0
         exchange, tied = part.engine.end._exchange, part.engine.end.tied
         received.append(sum(t.nbytes for t in ([exchange.received] if exchange else tied.received.values())))
     assert max(received) > 0
@@ -110,5 +110,5 @@ def test_dry_run_counts_what_a_run_allocates(layout, monkeypatch):
     for part, numbers, mine in zip(ranks.parts, told, received, strict=True):
         flat = part.flat
         grads = flat.grad_buffer.nbytes + sum(t.nbytes for t in flat.tied_grad_buffers.values())
-        padding = grads + (max(received) if shared else mine) - numbers["gradients"]
+        padding = grads + (max(received) if shared else mine) - numbers["main gradients"]
         assert 0 <= padding < 512 * len(flat.names)

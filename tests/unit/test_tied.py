@@ -16,8 +16,9 @@ from pipeline.plan import Plan, make_plan
 from pipeline.schedules import Placement
 from qeffect_lm.app.assemble import assemble
 from qeffect_lm.app.assemble import make_plan as configured_plan
-from qeffect_lm.app.dry_run import memory_of
 from qeffect_lm.app.inference import load_for_inference
+from qeffect_lm.app.layout import Layout
+from qeffect_lm.app.memory import resident_bytes
 from qeffect_lm.contract.errors import GradSlotError
 from qeffect_lm.errors import UsageError
 from qeffect_lm.inference.generator import Generator
@@ -160,21 +161,17 @@ def test_a_frozen_weight_of_two_layers(monkeypatch):
 def test_memory_of_a_dry_run():
     """Two stages: the last one holds a copy in the compute type and a gradient, and nothing of masters and moments. The first
     one receives that gradient in a buffer of its own."""
-    from models import build_model
-
     both = [
         config(**{"model__tie_word_embeddings": tied}, precision__dtype="bfloat16", parallel__pp=2) for tied in (True, False)
     ]
     table = 64 * 32
-    held = []
-    for settings in both:
-        specs = {spec.name: spec for spec in build_model(settings, None, torch.bfloat16).parameters()}
-        held.append([memory_of(settings, configured_plan(settings), rank, specs, [2, 2]) for rank in (0, 1)])
-    (first, last), (first_untied, last_untied) = held
-    assert first == first_untied | {"gradients": first_untied["gradients"] + 4 * table}
-    assert last["gradients"] == last_untied["gradients"]
-    assert last_untied["optimizer"] - last["optimizer"] == 8 * table
-    assert last_untied["parameters"] - last["parameters"] == 4 * table
+    (first, last), (first_untied, last_untied) = (
+        [resident_bytes(Layout(settings), configured_plan(settings), rank, "cpu") for rank in (0, 1)] for settings in both
+    )
+    assert first == first_untied | {"main gradients": first_untied["main gradients"] + 4 * table}
+    assert last["main gradients"] == last_untied["main gradients"] and last["parameters"] == last_untied["parameters"]
+    assert last_untied["moments"] - last["moments"] == 8 * table
+    assert last_untied["masters"] - last["masters"] == 4 * table
 
 
 def test_a_run_and_its_checkpoints(tmp_path):

@@ -1,0 +1,155 @@
+"""A configuration's model cut into blocks: what each block holds, whatever rank it lies on. Nothing is allocated.
+
+A plan puts consecutive blocks on a chunk, so what a rank holds of any layout is a sum over blocks, and many layouts of one
+model are compared without building it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+import torch
+
+from models import build_model
+from models.spec import ParameterSpec
+from pipeline.plan import Plan
+from pipeline.tied import TIED
+from qeffect_lm.app import optimizer as optimizers
+from qeffect_lm.app.assemble import DTYPES, make_recipe, param_specs, shard_of
+from qeffect_lm.config import Config
+from qeffect_lm.layers.joined import place_bytes
+from qeffect_lm.layers.linear import SplitLinear
+from qeffect_lm.layers.moe import mixtures
+from qeffect_lm.optim.buckets import BucketPlan
+from qeffect_lm.optim.flat import Entry, ParamSpec, Shard, layout, plan_of
+from qeffect_lm.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of a chunk.
+
+    Attributes:
+        layer: which decoder layer it is; None: before (``first``) or after them.
+        params: what the flat storage holds of it.
+        cached: elements of weights that have FP8 caches.
+        buffers: bytes of constants (tables of positions).
+        joined: bytes that one token takes in a W-slot of coalesced products.
+        routes: whether it has experts.
+    """
+
+    layer: int | None
+    first: bool
+    params: tuple[ParamSpec, ...]
+    cached: int
+    buffers: int
+    joined: int
+    routes: bool
+
+
+class Layout:
+    """Blocks of a configuration's model, and what ranks hold of them.
+
+    Raises:
+        UsageError: the model cannot be built.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.dtype = DTYPES[config.precision.dtype]
+        self.model = build_model(config, make_recipe(config), self.dtype)
+        self.specs: dict[str, ParameterSpec] = {spec.name: spec for spec in self.model.parameters()}
+        self.blocks = self._blocks()
+
+    def of(self, config: Config) -> Layout:
+        """The same model under another layout, schedule or optimizer setting."""
+        other = object.__new__(Layout)
+        other.__dict__.update(self.__dict__ | {"config": config})
+        return other
+
+    def _blocks(self) -> list[Block]:
+        chunk = self.model.meta_chunk(0, [self.config.model.num_layers])
+        modules = [*chunk.blocks, *([] if chunk.loss is None else [chunk.loss])]
+        found: list[Block] = []
+        seen = 0
+        for module in modules:
+            head, _, number = getattr(module, "name", "").rpartition(".")
+            layer = int(number) if head == "layers" else None
+            seen += layer is not None
+            linears = [m for m in module.modules() if isinstance(m, SplitLinear)]
+            found.append(
+                Block(
+                    layer=layer,
+                    first=layer is None and not seen,
+                    params=tuple(param_specs(self.config, {0: module}, self.specs, self.model.ties)),
+                    cached=sum(linear.weight.numel() for linear in linears if linear.recipe is not None),
+                    buffers=sum(buffer.nbytes for buffer in module.buffers()),
+                    joined=place_bytes(linears, 1),
+                    routes=bool(mixtures(module)),
+                )
+            )
+        return found
+
+    @cached_property
+    def total(self) -> int:
+        """Parameters of the model."""
+        return sum(prod(spec.shape) for spec in self.specs.values())
+
+    def chunk(self, plan: Plan, index: int) -> list[Block]:
+        """The blocks of a plan's chunk, in the model's order."""
+        counts = self.config.chunk_layers(plan.placement.num_chunks)
+        first, last = sum(counts[:index]), sum(counts[: index + 1])
+        ends = index == 0, index == plan.placement.num_chunks - 1
+        return [
+            block
+            for block in self.blocks
+            if (first <= block.layer < last if block.layer is not None else ends[0] if block.first else ends[1])
+        ]
+
+    def rank(self, plan: Plan, rank: int) -> list[Block]:
+        """All blocks of a rank's chunks."""
+        return [block for index in plan.placement.chunks(rank) for block in self.chunk(plan, index)]
+
+    def params(self, plan: Plan, rank: int) -> list[ParamSpec]:
+        """The parameters and tied weights of one pipeline rank."""
+        sources = self.model.ties.values()
+        return [
+            replace(param, group=TIED if param.name in sources else index)
+            for index in plan.placement.chunks(rank)
+            for block in self.chunk(plan, index)
+            for param in block.params
+        ]
+
+    # ---- the flat storage ----------------------------------------------------------------------------------------
+
+    @property
+    def grad_size(self) -> int:
+        """Bytes of an element of main gradients."""
+        return optimizers.grad_dtype(self.config).itemsize
+
+    @property
+    def master_size(self) -> int:
+        return 8 if self.dtype is torch.float64 else 4
+
+    @property
+    def moment_size(self) -> int:
+        dtype = optimizers.moment_dtype(self.config)
+        return self.master_size if dtype is None else dtype.itemsize
+
+    @property
+    def shard(self) -> Shard | None:
+        """How the replicas share the optimizer's state; None where each has all of it."""
+        return shard_of(self.config, Mesh({"dp": self.config.parallel.dp}))
+
+    def flat(self, params: Iterable[ParamSpec]) -> tuple[Mapping[str, Entry], list[int]]:
+        """Where a rank's parameters lie, as :class:`~qeffect_lm.optim.flat.FlatBuffers` puts them."""
+        sizes = self.master_size, self.moment_size, self.dtype.itemsize, self.grad_size
+        return layout(list(params), sizes)
+
+    def buckets(self, plan: Plan, rank: int) -> BucketPlan | None:
+        """What a pipeline rank's replicas own; None without shared state."""
+        shard = self.shard
+        return None if shard is None else plan_of(*self.flat(self.params(plan, rank)), shard, self.grad_size)
