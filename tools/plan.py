@@ -1,4 +1,11 @@
-"""Draw, time and check a pipeline schedule before anything runs.
+"""Plan a run before it begins: memory, time, cost and timeline; draw and check pipeline schedules.
+
+    python -m tools.plan models/configs/bench-m.yaml parallel.pp=2 --device h200 --tokens 20e9 --price 2.5
+    python -m tools.plan models/configs/llama3.1-8b.yaml --device h200 --sweep --gpus 64 --memory 141GB
+    python -m tools.plan models/configs/tiny.yaml --measure profile.json
+
+With a configuration (and overrides, as train.py takes them) the page says what will run: layers and memory of every rank by
+category and phase, the step's timeline, its bubble, and with --device or a profile its time. docs/plan.md explains it.
 
     python -m tools.plan --schedule zb-h1 --stages 8 --microbatches 24 --costs 18.522,18.086,9.337,0.601
     python -m tools.plan --schedule auto --stages 8 --microbatches 24 --costs 18.522,18.086,9.337,0.601 --memory-limit 8
@@ -74,7 +81,7 @@ class Sizes:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns its exit code."""
-    args = _parser().parse_args(argv)
+    args = _parser().parse_intermixed_args(argv)
     return run_tool(lambda: _run(args), args.traceback)
 
 
@@ -86,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=lines[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    _add_run(parser)
     add = parser.add_argument
     add("--schedule", metavar="NAME", help=f"{', '.join(SCHEDULES)}, or auto: made for these costs and limit")
     add("--stages", type=int, metavar="P", help="pipeline ranks")
@@ -97,7 +105,11 @@ def _parser() -> argparse.ArgumentParser:
         help="time of F, I, W of one stage and latency of a message, in any unit (1,1,1,0); for stages that differ, "
         "one number per stage with colons: 1:1:2,1:1:2,1:1:1,0",
     )
-    add("--memory", metavar="MB,MW", help="activation memory of one microbatch of a stage after F and I (1,1)")
+    add(
+        "--memory",
+        metavar="MB,MW",
+        help="activation memory of one microbatch of a stage after F and I (1,1); with --sweep the memory of one GPU (141GB)",
+    )
     add(
         "--memory-limit",
         metavar="LIMIT",
@@ -138,8 +150,49 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("config", nargs="?", type=Path, metavar="CONFIG.yaml", help="plan a run; without it --schedule or --check")
+    add("overrides", nargs="*", default=[], metavar="section.key=value", help="override single keys")
+    group = parser.add_argument_group("planning a run")
+    add = group.add_argument
+    add("--device", metavar="NAME", help="plan for this device: h200 has measured ceilings, cpu has none")
+    add("--profile", metavar="FILE", type=Path, help="times of the run's own layers, from --measure")
+    add("--measure", metavar="FILE", type=Path, help="measure the run's layers on this machine first, into FILE")
+    add("--tokens", type=float, metavar="N", help="budget, for days and GPU-hours (the run's train.steps)")
+    add("--price", type=float, metavar="X", help="of a GPU's hour, for the cost")
+    add("--sweep", action="store_true", help="compare layouts of --gpus GPUs that fit --memory, and rank them")
+    add("--gpus", type=int, metavar="N", help="with --sweep; --stages P: most pipeline stages looked at (16)")
+    add("--schedules", metavar="LIST", help="with --sweep: schedules to look at (1f1b,zb-h1,zb-h2,zb-v,interleaved-1f1b)")
+    add("--html", metavar="FILE", type=Path, help="write the page to a file that needs no other")
+
+
+RUN = "device", "profile", "measure", "tokens", "price", "sweep", "gpus", "schedules", "html"
+RUN_TOO = "memory", "stages", "svg", "json", "width", "traceback", "config", "overrides"
+
+
+def _plan_run(args: argparse.Namespace) -> int:
+    from tools import plan_run  # imports torch, which drawing does not need
+
+    given = {name for name, value in vars(args).items() if value not in (None, False, [])}
+    for name in sorted(given - {*RUN, *RUN_TOO}):
+        raise UsageError(f"--{name.replace('_', '-')} is of a schedule by itself: leave it out, or the configuration")
+    for name in ("gpus", "schedules", "memory", "stages"):
+        if name in given and not args.sweep:
+            raise UsageError(f"--{name} goes with --sweep; the configuration says the layout")
+    if args.price is not None and args.price < 0 or args.tokens is not None and args.tokens <= 0:
+        raise UsageError("--tokens and --price are numbers above 0")
+    if args.price is not None and args.device in (None, "cpu") and args.profile is None and args.measure is None:
+        raise UsageError("--price needs times: name a device with ceilings (--device h200), or --profile FILE")
+    if args.svg is not None and args.sweep:
+        raise UsageError("--svg draws one layout: leave it or --sweep out")
+    return plan_run.run(args)
+
+
 @collector_paused()
 def _run(args: argparse.Namespace) -> int:
+    if args.config is not None:
+        return _plan_run(args)
     _refuse_ignored(args)
     for name, value in DEFAULTS.items():
         if getattr(args, name) is None:
@@ -184,6 +237,7 @@ def _refuse_ignored(args: argparse.Namespace) -> None:
             if name in given:
                 raise UsageError(f"--{name.replace('_', '-')} {why}")
 
+    refuse(RUN, "is of a run: give its configuration, CONFIG.yaml")
     if not args.check:
         refuse(("plan", "window", "effects", "mutants"), "goes with --check")
         refuse(("lowered",) if not (args.json or args.csv) else (), "goes with --json or --csv")

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 
@@ -18,7 +19,8 @@ from models.spec import ParameterSpec
 from pipeline.plan import Plan
 from pipeline.tied import TIED
 from qeffect_lm.app import optimizer as optimizers
-from qeffect_lm.app.assemble import DTYPES, make_recipe, param_specs, shard_of
+from qeffect_lm.app.assemble import DTYPES, make_recipe, shard_of
+from qeffect_lm.app.holdings import local_spec, param_specs, shape_only
 from qeffect_lm.config import Config
 from qeffect_lm.layers.joined import place_bytes
 from qeffect_lm.layers.linear import SplitLinear
@@ -26,6 +28,8 @@ from qeffect_lm.layers.moe import mixtures
 from qeffect_lm.optim.buckets import BucketPlan
 from qeffect_lm.optim.flat import Entry, ParamSpec, Shard, layout, plan_of
 from qeffect_lm.parallel.mesh import Mesh
+
+PIECES = 20_000  # of buckets and replicas together, up to which who owns what is worked out exactly
 
 
 @dataclass(frozen=True)
@@ -60,9 +64,11 @@ class Layout:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.dtype = DTYPES[config.precision.dtype]
-        self.model = build_model(config, make_recipe(config), self.dtype)
+        self.tp = shape_only(config)
+        self.model = build_model(config, make_recipe(config), self.dtype, self.tp)
         self.specs: dict[str, ParameterSpec] = {spec.name: spec for spec in self.model.parameters()}
         self.blocks = self._blocks()
+        self._owned: dict[Any, tuple[int, int, int]] = {}
 
     def of(self, config: Config) -> Layout:
         """The same model under another layout, schedule or optimizer setting."""
@@ -84,7 +90,7 @@ class Layout:
                 Block(
                     layer=layer,
                     first=layer is None and not seen,
-                    params=tuple(param_specs(self.config, {0: module}, self.specs, self.model.ties)),
+                    params=tuple(param_specs(self.config, {0: module}, self.specs, self.model.ties, self.tp)),
                     cached=sum(linear.weight.numel() for linear in linears if linear.recipe is not None),
                     buffers=sum(buffer.nbytes for buffer in module.buffers()),
                     joined=place_bytes(linears, 1),
@@ -140,6 +146,17 @@ class Layout:
         return self.master_size if dtype is None else dtype.itemsize
 
     @property
+    def border(self) -> int:
+        """Bytes of an activation between two chunks; with sequence parallelism a rank's part of it."""
+        data, parallel = self.config.data, self.config.parallel
+        share = parallel.tp if parallel.sequence_parallel else 1
+        return data.seq_len * data.microbatch_size // share * self.config.model.hidden_size * self.dtype.itemsize
+
+    def received(self, source: str) -> int:
+        """Elements of a parameter on one rank."""
+        return local_spec(self.specs[source], self.tp).numel
+
+    @property
     def shard(self) -> Shard | None:
         """How the replicas share the optimizer's state; None where each has all of it."""
         return shard_of(self.config, Mesh({"dp": self.config.parallel.dp}))
@@ -148,6 +165,32 @@ class Layout:
         """Where a rank's parameters lie, as :class:`~qeffect_lm.optim.flat.FlatBuffers` puts them."""
         sizes = self.master_size, self.moment_size, self.dtype.itemsize, self.grad_size
         return layout(list(params), sizes)
+
+    def owned(self, plan: Plan, rank: int) -> tuple[int, int, int] | None:
+        """With shared state elements of (masters, moments, what is received at once) of the replica that holds most; the same
+        for ranks with equal blocks, so they are worked out once."""
+        shard = self.shard
+        if shard is None:
+            return None
+        params = [param for param in self.params(plan, rank) if param.tied_to is None]
+        every, trained = sum(p.numel for p in params), sum(p.numel for p in params if p.trainable)
+        bucket = max(1, shard.bucket_bytes // self.grad_size)
+        if shard.ranks * every > PIECES * bucket:  # the table itself would take minutes: even shares
+            return -(-every // shard.ranks), -(-trained // shard.ranks), min(every, bucket)
+        sizes = tuple((param.numel, param.decay, param.group) for param in params)
+        groups = {group: i for i, group in enumerate(dict.fromkeys(group for _, _, group in sizes))}
+        key = shard.ranks, shard.bucket_bytes, tuple((size, decay, groups[group]) for size, decay, group in sizes)
+        if key not in self._owned:
+            buckets = self.buckets(plan, rank)
+            assert buckets is not None
+            replicas = range(shard.ranks)
+            received = (size for bucket in buckets.buckets if bucket.trainable for size in bucket.sizes)
+            self._owned[key] = (
+                max(buckets.owned(replica) for replica in replicas),
+                max(buckets.owned(replica, trainable=True) for replica in replicas),
+                shard.ranks * max(received, default=0),
+            )
+        return self._owned[key]
 
     def buckets(self, plan: Plan, rank: int) -> BucketPlan | None:
         """What a pipeline rank's replicas own; None without shared state."""

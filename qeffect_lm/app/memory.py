@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 
 import torch
 
@@ -137,14 +136,11 @@ def resident_bytes(layout: Layout, plan: Plan, rank: int, device: str) -> dict[s
     # What arrives from other ranks before it is added: of copies of tied weights, and of replicas a bucket's.
     here = {param.name for param in held}
     ties = layout.model.ties.items()
-    received = sum(prod(layout.specs[source].shape) for copy, source in ties if source in here and copy not in here)
+    received = sum(layout.received(source) for copy, source in ties if source in here and copy not in here)
     owned, moments = size, trained  # by the replica that owns most
-    buckets = layout.buckets(plan, rank)
-    if buckets is not None:
-        owned = max(buckets.owned(replica) for replica in range(buckets.ranks))
-        moments = max(buckets.owned(replica, trainable=True) for replica in range(buckets.ranks))
-        parts = (size for bucket in buckets.buckets if bucket.trainable for size in bucket.sizes)
-        received += buckets.ranks * max(parts, default=0)
+    shared = layout.owned(plan, rank)
+    if shared is not None:
+        owned, moments, received = shared[0], shared[1], received + shared[2]
     separate = layout.dtype.itemsize != layout.master_size
     gradients = trained + sum(param.numel for param in tied if param.trainable) + received
     return {
@@ -163,7 +159,6 @@ def _borders(layout: Layout, plan: Plan, rank: int) -> int:
     data, slots = layout.config.data, plan.slots[rank]
     documents = data.documents == "reset"
     tokens = data.seq_len * data.microbatch_size
-    border = tokens * layout.config.model.hidden_size * layout.dtype.itemsize
     total, ends = 0, [False] * 3  # of the rank: first chunk, last chunk, a chunk that masks losses
     for index in plan.placement.chunks(rank):
         blocks = layout.chunk(plan, index)
@@ -171,7 +166,7 @@ def _borders(layout: Layout, plan: Plan, rank: int) -> int:
         masked = last or any(block.routes for block in blocks)
         activations = (not first) * 2 + (not last) * 2
         per_token = first * 8 + last * 8 + masked * 4 + documents * 4
-        total += slots.i_slots.count[index] * (activations * border + per_token * tokens)
+        total += slots.i_slots.count[index] * (activations * layout.border + per_token * tokens)
         if plan.coalesce_w > 1:
             total += slots.w_slots.count[index] * tokens * sum(block.joined for block in blocks)
         ends = [before or now for before, now in zip(ends, (first, last, masked), strict=True)]
@@ -187,7 +182,8 @@ def _workspaces(layout: Layout, plan: Plan, blocks: Sequence[Block], device: str
         return sums + 3 * scratch * layout.master_size + ROWS * BLOCK * 8
     model, data = layout.config.model, layout.config.data
     group = model.num_heads // model.num_kv_heads
-    shape = data.microbatch_size, data.seq_len, model.num_kv_heads, group + 2, model.head_dim
+    heads = -(-model.num_kv_heads // layout.config.parallel.tp)
+    shape = data.microbatch_size, data.seq_len, heads, group + 2, model.head_dim
     qkv = torch.empty(shape, dtype=layout.dtype, device="meta")
     attends = any(block.layer is not None for block in blocks) and layout.dtype is torch.bfloat16
     return sums + WORKSPACE_BYTES + scores_bytes(qkv) * (attends and data.documents != "reset")
@@ -208,7 +204,7 @@ class Memory:
         self.kinds = layer_kinds(self.config)
         data = self.config.data
         self.tokens = data.seq_len * data.microbatch_size
-        self.border = self.tokens * self.config.model.hidden_size * layout.dtype.itemsize
+        self.border = layout.border
 
     # ---- one rank ------------------------------------------------------------------------------------------------
 
@@ -248,7 +244,8 @@ class Memory:
     def chunk(self, index: int) -> ChunkBytes:
         """One microbatch of a chunk."""
         last = index == self.plan.placement.num_chunks - 1
-        logits = self.tokens * self.config.model.vocab_size * self.layout.dtype.itemsize if last else 0
+        vocab = -(-self.config.model.vocab_size // self.config.parallel.tp)
+        logits = self.tokens * vocab * self.layout.dtype.itemsize if last else 0
         rehearsed = self.rehearsed
         return chunk_bytes(self._parts(index, rehearsed.embedding, rehearsed.layers, rehearsed.head), self.border, logits)
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from qeffect_lm import kernels
 from qeffect_lm.parallel.peers import naming
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class TensorParallel:
         """The sum over the ranks, in place and in the tensor's dtype; the same bytes on all."""
         self._tell(context, who, "sum")
         with naming(self.others, f"a sum of {who} over tp"):
-            dist.all_reduce(x, group=self.group)
+            _all_reduce(x, group=self.group)
         return x
 
     def scatter_sum(self, x: torch.Tensor, context: LayerContext, who: str) -> torch.Tensor:
@@ -85,11 +86,11 @@ class TensorParallel:
         length = x.shape[0] // self.size
         x = x.contiguous()
         with naming(self.others, f"a sum of {who} over tp"):
-            if x.is_cuda:
+            if kernels.on_gpu(x):
                 made = x.new_empty(length, *x.shape[1:])
                 _reduce_scatter(made, x, group=self.group)
                 return made
-            dist.all_reduce(x, group=self.group)  # gloo's own reduce-scatter does this, on a thread that no capture sees
+            _all_reduce(x, group=self.group)  # gloo's own reduce-scatter does this, on a thread that no capture sees
             return x[self.rank * length : (self.rank + 1) * length].clone()
 
     @staticmethod
@@ -116,6 +117,7 @@ class TensorParallel:
         return self.gather(dy, context, who) if self.sequence else dy
 
 
+_all_reduce = dist.all_reduce
 # Newer versions of torch call them single, and warn of the older names.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

@@ -1,0 +1,138 @@
+"""``python -m tools.plan CONFIG.yaml``: its numbers, its page, its files, a sweep, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.simulate import simulate
+from qeffect_lm.app.assemble import make_plan
+from qeffect_lm.app.ceilings import Clock, ceilings
+from qeffect_lm.app.forecast import choices, uneven
+from qeffect_lm.app.layout import Layout
+from qeffect_lm.app.rehearsal import rehearse
+from qeffect_lm.config import load_config
+from tests.tiny import config
+from tools import plan as tool
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCH, TINY = (str(ROOT / f"models/configs/{name}.yaml") for name in ("bench-s", "tiny"))
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*arguments: str, code: int = 0) -> str:
+        try:
+            got = tool.main(arguments)
+        except SystemExit as stop:
+            got = int(stop.code or 0)
+        out, err = capsys.readouterr()
+        assert got == code, err
+        if code:
+            assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+        return str(err if code else out)
+
+    return call
+
+
+def test_steps_as_they_were_measured_on_h200s() -> None:
+    """Every row of the recorded runs but auto's, within 10 %: one stage and two, every schedule, W alone and joined."""
+    recorded = json.loads((ROOT / "docs/measurements/training-h200.json").read_text(encoding="utf-8"))
+    rows = [row for run in recorded["runs"] if run["commit"].startswith(("ccb3e19", "edc2d79")) for row in run["rows"]]
+    known, ratios = {}, []
+    for row in rows:
+        size, schedule, _, *options = row["case"].split()
+        if schedule == "auto":
+            continue
+        more = [f"parallel.pp={row['pp']}", f"pipeline.schedule={schedule}", f"pipeline.microbatches={row['microbatches']}"]
+        settings = load_config(ROOT / f"models/configs/bench-{size.lower()}.yaml", [*more, *options])
+        if (size, *options) not in known:
+            known[size, *options] = Layout(settings), rehearse(settings, "cuda")
+        layout, rehearsed = known[size, *options]
+        plan, clock = make_plan(settings), Clock(layout.of(settings), rehearsed, ceilings("h200"), None)
+        f, i, w = map(list, zip(*(clock.chunk(plan, c) for c in range(plan.placement.num_chunks)), strict=True))
+        seconds = simulate(plan, f, i, w, clock.message()).makespan + max(clock.end(plan, r) for r in range(plan.num_ranks))
+        ratios.append(1000 * seconds / row["ms"])
+    assert len(ratios) > 25 and 0.9 < min(ratios) and max(ratios) < 1.1, ratios
+
+
+def test_the_page_and_its_files(run, tmp_path: Path) -> None:
+    """Numbers that follow from each other, on the terminal, as JSON, SVG and HTML; budget and cost."""
+    html, svg = tmp_path / "plan.html", tmp_path / "plan.svg"
+    asked = [BENCH, "parallel.pp=2", "pipeline.schedule=zb-h1", "--device", "h200", "--tokens", "1e9", "--price", "2"]
+    report = json.loads(run(*asked, "--json", "--svg", str(svg), "--html", str(html)))
+    time, budget = report["time"], report["budget"]
+    assert report["tokens_per_step"] == 8 * 1024 and len(report["memory"]) == 2
+    assert time["tokens_per_second"] == pytest.approx(8192 / time["step_seconds"])
+    assert budget["days"] == pytest.approx(1e9 / time["tokens_per_day"])
+    assert budget["gpu_hours"] == pytest.approx(2 * 24 * budget["days"])
+    assert budget["cost"] == pytest.approx(2 * budget["gpu_hours"])
+    assert any("not measured here" in line for line in report["assumptions"])
+    page = run(*asked, "--width", "110")
+    step = f"{1000 * time['step_seconds']:.4g} ms a step"
+    for words in (step, "W leases", "peak: optimizer step", "▒ I input gradient", "GPU-hours"):
+        assert words in page
+    text = html.read_text()
+    assert svg.read_text() in text and "http" not in text.replace("http://www.w3.org/2000/svg", "") and "logits" in text
+
+
+def test_a_cpu_and_its_profile(run, tmp_path: Path) -> None:
+    """No ceilings: it says so. Measured here, the profile gives the times, again and again the same."""
+    sizes = ["model.hidden_size=32", "model.ffn_size=48", "model.vocab_size=64", "data.seq_len=16"]
+    small = [TINY, *sizes, "graphs.backend=eager"]
+    assert json.loads(run(*small, "--json"))["time"] is None and "no ceilings" in run(*small, "--width", "120")
+    kept = tmp_path / "profile.json"
+    first = json.loads(run(*small, "--measure", str(kept), "--json"))
+    again = json.loads(run(*small, "--profile", str(kept), "--json"))
+    assert first["time"] == again["time"] and first["time"]["step_seconds"] > 0
+    layer = json.loads(kept.read_text())["layers"]["fp8"]
+    assert sum(chunk["F"] for chunk in first["time"]["chunks"]) > 4 * layer["t_f"]
+    assert any("times of parts measured: CPU" in line for line in again["assumptions"])
+    kept.write_text("{}")
+    assert "is no profile" in run(*small, "--profile", str(kept), code=2)
+
+
+def test_a_sweep(run) -> None:
+    """All that fit keep the limit and the batch, the fastest first; the counts of the others add up; less memory fits less."""
+    asked = [BENCH, "--device", "h200", "--sweep", "--gpus", "4", "--schedules", "1f1b,zb-v", "--json"]
+    wide, narrow = (json.loads(run(*asked, "--memory", size)) for size in ("80GB", "5GB"))
+    for report in (wide, narrow):
+        rows = report["ranked"]
+        assert report["looked_at"] == len(rows) + sum(report["left_out"].values())
+        assert all(row["pp"] * row["dp"] == 4 and row["microbatches"] * row["microbatch_size"] * row["dp"] == 8 for row in rows)
+        assert all(row["peak_bytes"] <= report["memory_limit"] for row in rows)
+        speeds = [row["tokens_per_second"] for row in rows]
+        assert speeds == sorted(speeds, reverse=True) and len(set(speeds)) > 1
+    assert len(narrow["ranked"]) < len(wide["ranked"])
+    assert narrow["left_out"].keys() >= {"weights, gradients and optimizer alone are too large"}
+    assert "layouts, " in run(*asked[:-1], "--memory", "80GB", "--width", "140")
+
+
+def test_layers_that_do_not_divide() -> None:
+    assert uneven(config(), 2) is None
+    assert uneven(config(), 3) == (
+        "4 layers do not divide by 3 chunks: 1 left over (as many as layers 3); chunks 0 hold 2, the others 1"
+    )
+    reasons = [reason for choice, reason in choices(config(pipeline__microbatches=8), 8) if choice is None]
+    assert "more stages than decoder layers" in reasons and "more chunks than decoder layers" in reasons
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([TINY, "--schedule", "zb-v"], "--schedule is of a schedule by itself"),
+        ([TINY, "--gpus", "8"], "--gpus goes with --sweep"),
+        (["--schedule", "1f1b", "--stages", "2", "--microbatches", "4", "--device", "h200"], "--device is of a run"),
+        ([BENCH, "--device", "h300"], "no ceilings of device 'h300': use one of h200"),
+        ([BENCH, "--device", "h200", "--sweep"], "--sweep needs --gpus N and --memory SIZE"),
+        ([BENCH, "--device", "h200", "--sweep", "--gpus", "2", "--memory", "80"], "a size with its unit"),
+        ([BENCH, "--sweep", "--gpus", "2", "--memory", "80GB"], "name the device"),
+        ([TINY, "--price", "2"], "--price needs times"),
+        ([BENCH, "pipeline.schedule=auto", "parallel.pp=2", "--device", "h200"], "auto needs a run's own times"),
+        (["nothing.yaml"], "nothing.yaml"),
+    ],
+)
+def test_what_it_refuses(run, arguments: list[str], words: str) -> None:
+    assert words in run(*arguments, code=2)

@@ -1,0 +1,400 @@
+"""The part of ``tools.plan`` that plans a run: memory, time and cost of a configuration's layout, and of others beside it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.plan import Plan
+from pipeline.timeline_picture import blocks, svg
+from qeffect_lm.errors import UsageError
+from qeffect_lm.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from qeffect_lm.app.profile import Profile
+
+GIB = 2**30
+TOP = 12  # layouts that a sweep shows
+
+
+def run(args: argparse.Namespace) -> int:
+    """``tools.plan CONFIG.yaml``."""
+    from qeffect_lm.app.assemble import check_supported
+    from qeffect_lm.app.device import planned_device
+    from qeffect_lm.app.layout import Layout
+    from qeffect_lm.config import load_config
+
+    config = load_config(args.config, args.overrides)
+    check_supported(config)
+    if args.measure is not None:
+        _measure(config, args.measure)
+        args.profile = args.profile or args.measure
+    device = "cuda" if args.device not in (None, "cpu") else "cpu" if args.device == "cpu" else planned_device(config)
+    given = Given(args, device)
+    if args.sweep:
+        return _sweep(args, Layout(config), given)
+    return _one(args, Layout(config), given)
+
+
+class Given:
+    """Where times come from, and what was assumed."""
+
+    def __init__(self, args: argparse.Namespace, device: str) -> None:
+        from qeffect_lm.app.ceilings import ceilings, read_profile
+
+        self.device = device
+        self.profile: Profile | None = None
+        about: dict[str, Any] = {}
+        if args.profile is not None:
+            self.profile, about = read_profile(args.profile)
+        self.ceilings = None if args.device in (None, "cpu") else ceilings(args.device)
+        self.tokens, self.price = args.tokens, args.price
+        self.assumptions: list[str] = []
+        if self.profile is not None:
+            self.assumptions.append(
+                f"times of parts measured: {about.get('device', 'device not named')}, {about.get('shape', 'shape not named')} "
+                f"({args.profile})"
+            )
+        if self.ceilings is not None:
+            self.assumptions += [f"{self.ceilings.name}: {source}" for source in self.ceilings.sources]
+            self.assumptions.append("replicas reduce after the pipeline, nothing of it hidden; data and saves take no time")
+        elif self.profile is not None:
+            self.assumptions.append("the optimizer's step, reduction over replicas, data and saves are not in the times")
+        self.assumptions.append("memory is what torch's allocator gives out; a GPU's own context (some 500 MiB) is not in it")
+
+    def clock(self, layout: Any, rehearsed: Any) -> Any:
+        """None where there is nothing to tell times by."""
+        from qeffect_lm.app.ceilings import Clock
+
+        timed = self.ceilings is not None or self.profile is not None
+        return Clock(layout, rehearsed, self.ceilings, self.profile) if timed else None
+
+
+def _measure(config: Any, path: Path) -> None:
+    """Profile the configuration's parts here, as ``pipeline.schedule: auto`` does, into a file."""
+    import torch
+
+    from qeffect_lm.app.ceilings import write_profile
+    from qeffect_lm.app.device import device_of
+    from qeffect_lm.app.profile import made_up_batch, profile
+
+    device, data = device_of(config), config.data
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    shape = f"{data.microbatch_size} x {data.seq_len} tokens, hidden {config.model.hidden_size}"
+    measured = profile(config, made_up_batch(config))
+    try:
+        write_profile(path, measured, {"device": name, "torch": torch.__version__, "shape": shape})
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _plan(layout: Any, given: Given) -> Plan:
+    from qeffect_lm.app.assemble import make_plan
+
+    if layout.config.pipeline.schedule == "auto":
+        raise UsageError("pipeline.schedule auto needs a run's own times: plan a named schedule, or see train.py --dry-run")
+    return make_plan(layout.config)
+
+
+def _one(args: argparse.Namespace, layout: Any, given: Given) -> int:
+    from qeffect_lm.app.forecast import forecast
+    from qeffect_lm.app.rehearsal import rehearse
+
+    rehearsed = rehearse(layout.config, given.device)
+    if not rehearsed.kernels:
+        given.assumptions.append("Triton is not installed here, so torch's own operations were counted: kernels hold less")
+    seen = forecast(layout, _plan(layout, given), rehearsed, given.device, given.clock(layout, rehearsed))
+    report = _report(layout, seen, given)
+    picture = svg(seen.plan, seen.simulation or _unit(seen.plan), report["title"])
+    if args.svg is not None:
+        _write(args.svg, picture)
+    if args.html is not None:
+        from tools.plan_page import page
+
+        _write(args.html, page(report, picture))
+    if args.json:
+        print(json.dumps(report))
+    else:
+        _show(report, seen, args.width)
+    return 0
+
+
+def _unit(plan: Plan) -> Any:
+    from pipeline.simulate import simulate
+
+    return simulate(plan, 1.0, 1.0, 1.0, 0.0)
+
+
+def _report(layout: Any, seen: Any, given: Given) -> dict[str, Any]:
+    """Everything that the page shows, as JSON."""
+    from qeffect_lm.app.counts import active_parameters, flop_per_token
+    from qeffect_lm.app.forecast import uneven
+
+    config, plan, specs = layout.config, seen.plan, layout.specs.values()
+    simulation = seen.simulation or _unit(plan)
+    numbers = plan.placement.num_chunks
+    report: dict[str, Any] = {
+        "name": config.run.name,
+        "title": f"{config.run.name}: {plan.schedule}, pp {plan.num_ranks}, dp {config.parallel.dp}, "
+        f"{plan.microbatches} microbatches, bubble {100 * simulation.makespan_bubble:.1f} %",
+        "layout": {
+            "gpus": seen.gpus,
+            "pp": plan.num_ranks,
+            "dp": config.parallel.dp,
+            "tp": config.parallel.tp,
+            "schedule": plan.schedule,
+            "placement": list(plan.placement.ranks),
+            "microbatches": plan.microbatches,
+            "microbatch_size": config.data.microbatch_size,
+            "seq_len": config.data.seq_len,
+            "recompute": config.model.recompute,
+            "zero": config.optim.zero,
+            "graphs": config.graphs.backend,
+            "layers_per_chunk": config.chunk_layers(numbers),
+            "uneven": uneven(config, numbers),
+        },
+        "parameters": layout.total,
+        "active_parameters": active_parameters(specs),
+        "model_flop_per_token": flop_per_token(config, specs),
+        "tokens_per_step": seen.tokens,
+        "device": given.device if given.ceilings is None else given.ceilings.name,
+        "memory": [{"categories": rank.categories, "phases": rank.phases, "peak": rank.peak} for rank in seen.memory],
+        "host_bytes": max(rank.host for rank in seen.memory),
+        "bubble": simulation.makespan_bubble,
+        "assumptions": given.assumptions,
+    }
+    if seen.seconds is None:
+        report["time"] = None
+        report["bubble_of"] = "T_F = T_I = T_W, messages free"
+    else:
+        flops = seen.flops(layout)
+        report["bubble_of"] = "predicted times"
+        report["time"] = {
+            "step_seconds": seen.seconds,
+            "pipeline_seconds": seen.simulation.makespan,
+            "end_seconds": seen.end,
+            "message_seconds": seen.message,
+            "chunks": [dict(zip(("F", "I", "W"), times, strict=True)) for times in seen.times],
+            "tokens_per_second": seen.tokens_per_second,
+            "tokens_per_day": 86400 * seen.tokens_per_second,
+            "model_tflops_per_gpu": flops / 1e12,
+        }
+        steps = config.train.steps * seen.tokens
+        report["budget"] = seen.budget(given.tokens or steps, given.price)
+    return report
+
+
+def _sweep(args: argparse.Namespace, layout: Any, given: Given) -> int:
+    from qeffect_lm.app.forecast import SWEPT, sweep
+    from qeffect_lm.app.rehearsal import rehearse
+
+    if args.gpus is None or args.memory is None:
+        raise UsageError("--sweep needs --gpus N and --memory SIZE of one GPU (141GB)")
+    limit = parse_bytes(args.memory)
+    if limit is None:
+        raise UsageError(f"--memory {args.memory}: a size with its unit is needed, as 80GB or 75GiB")
+    if given.ceilings is None:
+        raise UsageError("--sweep ranks by time, and a profile is of one microbatch size: name the device (--device h200)")
+    if given.profile is not None:
+        raise UsageError("--sweep looks at many microbatch sizes, a profile is of one: leave --profile out")
+    known: dict[Any, Any] = {}
+
+    def rehearsal(config: Any) -> Any:
+        key = config.data.microbatch_size, config.model.recompute
+        if key not in known:
+            known[key] = rehearse(config, given.device)
+        return known[key]
+
+    names = SWEPT if args.schedules is None else tuple(args.schedules.split(","))
+    found = sweep(layout, args.gpus, limit, given.device, rehearsal, given.clock, names, args.stages or 16)
+    rows = [
+        {
+            **vars(choice),
+            "peak_bytes": seen.peak,
+            "step_seconds": seen.seconds,
+            "tokens_per_second": seen.tokens_per_second,
+            "bubble": 0.0 if seen.simulation is None else seen.simulation.makespan_bubble,
+            "model_tflops_per_gpu": (seen.flops(layout) or 0.0) / 1e12,
+            **seen.budget(given.tokens or layout.config.train.steps * seen.tokens, given.price),
+        }
+        for choice, seen in found.ranked
+    ]
+    report = {
+        "name": layout.config.run.name,
+        "gpus": args.gpus,
+        "memory_limit": limit,
+        "looked_at": found.looked_at,
+        "left_out": dict(found.refused),
+        "ranked": rows,
+        "assumptions": [*given.assumptions, "the batch is the configuration's; once full, a pipeline repeats itself"],
+    }
+    if args.html is not None:
+        from tools.plan_page import sweep_page
+
+        _write(args.html, sweep_page(report))
+    if args.json:
+        print(json.dumps(report))
+    else:
+        _show_sweep(report, args.width)
+    return 0
+
+
+# ---- the terminal page -------------------------------------------------------------------------------------------------
+
+
+def _console(width: int | None) -> Any:
+    from rich.console import Console
+
+    return Console(width=width, highlight=False, soft_wrap=False)
+
+
+def _table(title: str, head: list[str], rows: list[list[str]]) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+    for number, name in enumerate(head):
+        table.add_column(name, justify="left" if number == 0 else "right", no_wrap=number == 0)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def facts(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Names and values of the page's head."""
+    layout, time = report["layout"], report["time"]
+    active = report["active_parameters"]
+    used = "" if active == report["parameters"] else f", {active:,} of them for a token"
+    recompute = "" if layout["recompute"] == "none" else f", recompute {layout['recompute']}"
+    lines = [
+        ("model", f"{report['parameters']:,} parameters{used}; {report['model_flop_per_token']:.4g} FLOP a token"),
+        (
+            "layout",
+            f"{layout['gpus']} {'GPUs' if report['device'] != 'cpu' else 'CPU ranks'}: pp {layout['pp']}, "
+            f"dp {layout['dp']}, tp {layout['tp']}, "
+            f"ZeRO {layout['zero']}, {layout['schedule']}, {layout['graphs']}{recompute}",
+        ),
+        (
+            "step",
+            f"{layout['microbatches']} microbatches of {layout['microbatch_size']} x {layout['seq_len']} tokens a replica, "
+            f"{report['tokens_per_step']:,} tokens in all",
+        ),
+        ("layers", f"per chunk {' '.join(map(str, layout['layers_per_chunk']))}"),
+    ]
+    if layout["uneven"]:
+        lines.append(("", layout["uneven"]))
+    peak = max(rank["peak"] for rank in report["memory"])
+    lines.append(("memory", f"{format_bytes(peak)} on the fullest rank"))
+    if report["host_bytes"]:
+        lines.append(("", f"{format_bytes(report['host_bytes'])} of host memory for saves in the background"))
+    lines.append(("bubble", f"{100 * report['bubble']:.1f} % of the step, with {report['bubble_of']}"))
+    if time is None:
+        lines.append(("time", "not predicted: no ceilings; name a device (--device h200), or measure (--measure FILE)"))
+        return lines
+    lines.append(
+        (
+            "time",
+            f"{1000 * time['step_seconds']:.4g} ms a step ({1000 * time['pipeline_seconds']:.4g} pipeline, "
+            f"{1000 * time['end_seconds']:.4g} its end); {time['model_tflops_per_gpu']:.4g} model TFLOP/s a GPU",
+        )
+    )
+    lines.append(("speed", f"{time['tokens_per_second']:,.0f} tokens/s, {time['tokens_per_day'] / 1e9:,.4g} billion a day"))
+    budget = report["budget"]
+    cost = f", cost {budget['cost']:,.0f}" if "cost" in budget else ""
+    lines.append(
+        ("budget", f"{budget['tokens']:,.4g} tokens: {budget['days']:,.4g} days, {budget['gpu_hours']:,.4g} GPU-hours{cost}")
+    )
+    return lines
+
+
+def memory_rows(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """GiB (MiB where that is little) by category, and the peak of each phase; ranks of equal numbers in one row."""
+    from qeffect_lm.app.memory import CATEGORIES
+
+    phases = list(report["memory"][0]["phases"])
+    unit, name = (GIB, "GiB") if max(rank["peak"] for rank in report["memory"]) > 4 * GIB else (2**20, "MiB")
+    rows: list[tuple[list[str], list[int]]] = []
+    for number, rank in enumerate(report["memory"]):
+        cells = [f"{size / unit:.2f}" for size in [rank["categories"][c] for c in CATEGORIES]]
+        cells += [f"{rank['phases'][phase] / unit:.2f}" for phase in phases]
+        if rows and rows[-1][0] == cells:
+            rows[-1][1].append(number)
+        else:
+            rows.append((cells, [number]))
+    named = [[f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}", *cells] for cells, ranks in rows]
+    return [f"rank, {name}", *CATEGORIES, *(f"peak: {phase}" for phase in phases)], named
+
+
+def turned(head: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """A table's rows as its columns."""
+    columns = [list(column) for column in zip(head, *rows, strict=True)]
+    return columns[0], columns[1:]
+
+
+def _show(report: dict[str, Any], seen: Any, width: int | None) -> None:
+    console = _console(width)
+    console.rule(report["title"])
+    wide = max(len(name) for name, _ in facts(report))
+    for name, value in facts(report):
+        console.print(f"{name:<{wide}}  {value}", markup=False)
+    head, rows = memory_rows(report)
+    shown = rows if len(rows) <= 9 else [*rows[:5], *rows[-3:]]
+    console.print(_table("memory per pipeline rank", *turned(head, shown)))
+    if len(shown) < len(rows):
+        console.print(f"({len(rows) - len(shown)} ranks between them left out; --json has all)", markup=False)
+    if seen.plan.num_ranks <= 32:
+        console.print(blocks(seen.plan, seen.simulation or _unit(seen.plan), console.width), markup=False)
+    console.print("assumptions", style="bold")
+    for line in report["assumptions"]:
+        console.print(f"- {line}", markup=False)
+
+
+def sweep_rows(report: dict[str, Any], most: int = TOP) -> tuple[list[str], list[list[str]]]:
+    """The first layouts of a sweep."""
+    head = ["", "pp", "dp", "schedule", "microbatches", "recompute", "GiB", "ms", "bubble %", "tokens/s", "TFLOP/s", "days"]
+    rows = [
+        [
+            str(number),
+            str(row["pp"]),
+            str(row["dp"]),
+            row["schedule"] + ("" if row["chunks"] is None else f" x{row['chunks']}"),
+            f"{row['microbatches']} of {row['microbatch_size']}",
+            row["recompute"],
+            f"{row['peak_bytes'] / GIB:.1f}",
+            f"{1000 * row['step_seconds']:.4g}",
+            f"{100 * row['bubble']:.1f}",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['model_tflops_per_gpu']:.0f}",
+            f"{row['days']:.4g}",
+        ]
+        for number, row in enumerate(report["ranked"][:most], 1)
+    ]
+    if report["ranked"] and "cost" in report["ranked"][0]:
+        head.append("cost")
+        rows = [[*cells, f"{row['cost']:,.0f}"] for cells, row in zip(rows, report["ranked"], strict=False)]
+    return head, rows
+
+
+def _show_sweep(report: dict[str, Any], width: int | None) -> None:
+    console = _console(width)
+    console.rule(f"{report['name']} on {report['gpus']} GPUs of {format_bytes(report['memory_limit'])}")
+    fit = len(report["ranked"])
+    shown = f", the first {TOP} of them:" if fit > TOP else ":"
+    console.print(f"{report['looked_at']} layouts, {fit} fit{shown}", markup=False)
+    console.print(_table("", *sweep_rows(report)))
+    console.print("left out", style="bold")
+    for reason, count in sorted(report["left_out"].items(), key=lambda one: -one[1]):
+        console.print(f"- {count:4} {reason}", markup=False)
+    console.print("assumptions", style="bold")
+    for line in report["assumptions"]:
+        console.print(f"- {line}", markup=False)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from None
+
