@@ -252,8 +252,7 @@ def assemble(
         # All ranks together prove the plan, before anything is allocated.
         prove_rank(plan, mesh.coord("pp"), replicas=mesh.group("dp") is not None, tied=bool(model.ties), tensor=tp is not None)
     counts = config.chunk_layers(plan.placement.num_chunks)
-    make = model.meta_chunk if device.type == "meta" else model.chunk
-    chunks = {i: make(i, counts) for i in plan.placement.chunks(mesh.coord("pp"))}
+    chunks = {i: _chunk(model, device, i, counts) for i in plan.placement.chunks(mesh.coord("pp"))}
     specs = {spec.name: spec for spec in model.parameters()}
 
     flat = _flat_storages(config, param_specs(config, chunks, specs, model.ties, tp), dtype, device, shard_of(config, mesh))
@@ -270,8 +269,7 @@ def assemble(
     cache = _weight_cache(flat, linears, library)
     for linear in linears:
         linear.cached = cache.cached.get(linear.weight_name)
-    if device.type == "cuda":
-        _bind_libraries(chunks.values(), device, native=library is None)
+    _bind_libraries(chunks.values(), device, native=library is None)
     routing = routing_sums(model.num_layers, specs.values(), device)
     for chunk in chunks.values():
         bind_statistics(chunk, routing)
@@ -335,8 +333,7 @@ def assemble(
     for index, chunk in chunks.items():
         _declare_roles(ledger, index, chunk)
         _declare_collectives(ledger, index, chunk)
-    parts = flat, timeline, cache, optimizer, end, stages, inputs
-    register = HiddenStateRegister() if rehearsal else _register(*parts)
+    register = HiddenStateRegister() if rehearsal else _register(flat, timeline, cache, optimizer, end, stages, inputs)
     for name, tensor in hidden.items():
         register.add(f"transformer_engine/{name}", tensor, owner="transformer_engine", rule=Rule.SCRATCH)
     evaluator = Evaluator(engine)
@@ -378,8 +375,14 @@ def _bind_parameters(chunk: torch.nn.Module, flat: FlatBuffers) -> None:
             layer.main_grad = flat.grad(layer.weight_name)
 
 
+def _chunk(model: Decoder, device: torch.device, index: int, counts: list[int]) -> torch.nn.Module:
+    return model.meta_chunk(index, counts) if device.type == "meta" else model.chunk(index, counts)
+
+
 def _bind_libraries(chunks: Iterable[torch.nn.Module], device: torch.device, native: bool) -> None:
-    """A GPU's products and, but for Transformer Engine's layers, its attention."""
+    """On a GPU its products and, but for Transformer Engine's layers, its attention."""
+    if device.type != "cuda":
+        return
     products, attention = CublasLt(device), cudnn_attention.load(device) if native else None
     for chunk in chunks:
         bind_products(chunk, products)
