@@ -20,6 +20,7 @@ from qeffect_lm.contract.errors import CaptureError
 from qeffect_lm.graphs.backend import Graph
 from qeffect_lm.graphs.recorder import HostReads, Recorder
 from qeffect_lm.graphs.register import HiddenStateRegister, storage_id
+from qeffect_lm.parallel.peers import naming
 
 # They define a storage and compute nothing; a replay keeps the recorded one.
 _ALLOCATIONS = frozenset(f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
@@ -49,17 +50,27 @@ def _out_variant(op: Any) -> Any:
     return None
 
 
-def _waiting(op: Any) -> Callable[..., Any]:
-    """A collective that is complete when it returns: at capture Python waited for it, which a replay does not run."""
+def _waiting(op: Any, arguments: Iterable[Any], label: str) -> Callable[..., Any]:
+    """A collective that is complete when it returns: at capture Python waited for it, which a replay does not run. A lost peer
+    is named as it is in eager execution."""
+    others = _others(arguments)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        result = op(*args, **kwargs)
-        for item in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(item, torch.ScriptObject):
-                torch.distributed.Work.unbox(item).wait()
+        with naming(others, f"{op._schema.name.rpartition('::')[2].strip('_')} in the replay of {label}"):
+            result = op(*args, **kwargs)
+            for item in result if isinstance(result, (tuple, list)) else [result]:
+                if isinstance(item, torch.ScriptObject):
+                    torch.distributed.Work.unbox(item).wait()
         return result
 
     return run
+
+
+def _others(arguments: Iterable[Any]) -> list[int]:
+    """The other ranks of the process group among a collective's arguments, where it comes before any other object."""
+    group = next(item for item in arguments if isinstance(item, torch.ScriptObject))
+    ranks = torch.distributed.get_process_group_ranks(torch.distributed.ProcessGroup.unbox(group))
+    return [rank for rank in ranks if rank != torch.distributed.get_rank()]
 
 
 class _Tape(Recorder):
@@ -107,7 +118,7 @@ class _Tape(Recorder):
             return  # an allocation or a view: nothing to compute
         detached_args, detached_kwargs = tree_map(_detach, args), tree_map(_detach, kwargs)
         if mutates:  # some also give new tensors, as batch normalisation does
-            run = _waiting(func) if collective else func
+            run = _waiting(func, args, self.label) if collective else func
             self.operations.append(_Operation(run, detached_args, detached_kwargs, outputs))
         elif name in ("aten::_to_copy", "aten::clone"):
             self.operations.append(_Operation(torch.ops.aten.copy_.default, (outputs[0][1], detached_args[0]), {}, ()))

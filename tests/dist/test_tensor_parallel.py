@@ -7,6 +7,7 @@ bit for bit is one layout in several ways: eager, captured action by action, cap
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -17,10 +18,11 @@ from qeffect_lm.contract.errors import CollectiveError
 from qeffect_lm.layers.dropout import KeyedDropout
 from qeffect_lm.parallel.linear import RowParallelLinear
 from qeffect_lm.parallel.mesh import Mesh
+from qeffect_lm.parallel.peers import PeerLostError
 from qeffect_lm.parallel.tensor import TensorParallel
 from tests.dist.test_tools import tool
 from tests.dist.test_zero import data, items_of, together, whole
-from tests.helpers import run_distributed
+from tests.helpers import run_distributed, start_distributed
 from tests.tiny import Batch, batch, config, differing, train
 
 SIZES: dict[str, Any] = {"model__head_dim": 16, "model__ffn_size": 64, "model__num_layers": 2, "pipeline__microbatches": 2}
@@ -191,6 +193,30 @@ def test_a_forgotten_sum_has_a_name() -> None:
             assert re.search(r"0F-?\d+ ended without the sum of 'layers.0.attention.out' over tp", said), said
     for said in run_distributed(_out_of_step, 2, timeout=120):
         assert "tensor-parallel peers exchange different things" in said and "start all ranks with the same" in said
+
+
+def _left_alone(rank: int, world: int, captured: bool) -> str:
+    """Rank 1 leaves after two steps."""
+    mesh = Mesh({"tp": 2}, rank)
+    mesh.create_groups()
+    more = {**(REPLAY if captured else {}), "parallel__tp": 2, "precision__fp8__recipe": "none"}
+
+    def batches(step: int) -> Batch:
+        if rank == 1 and step == 2:
+            os._exit(0)
+        return two(step)
+
+    with pytest.raises(PeerLostError) as caught:
+        train(config(**SIZES, **more), 4, mesh=mesh, batches=batches)
+    return str(caught.value)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_lost_peer_is_named(captured: bool) -> None:
+    said = start_distributed(_left_alone, 2, captured, timeout=120).wait(check=False)[0].value
+    what = "allreduce in the replay of 0F" if captured else "a sum of embedding over tp"
+    assert said is not None and f"rank 1 was lost during {what}" in said, said
 
 
 @pytest.mark.long
