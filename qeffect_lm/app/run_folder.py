@@ -73,8 +73,13 @@ class Timeline:
     predicted: list[list[Piece]]
 
 
-def read_timelines(folder: Path) -> list[Timeline]:
-    """The steps of ``timelines.jsonl``.
+def timeline_steps(folder: Path) -> list[int]:
+    """The steps of ``timelines.jsonl``, in order. Raises QEffectError where the file is damaged."""
+    return [step for record in _timelines(folder) if type(step := record.get("step")) is int]
+
+
+def read_timelines(folder: Path, step: int | None = None) -> list[Timeline]:
+    """The steps of ``timelines.jsonl``, or ``step`` alone: a plan of many ranks takes a while to simulate.
 
     Raises:
         QEffectError: a file is damaged, or a plan is missing.
@@ -82,7 +87,9 @@ def read_timelines(folder: Path) -> list[Timeline]:
     path = folder / TIMELINES
     plans: dict[str, Plan] = {}
     found = []
-    for record in read_lines(path, "timelines") if path.exists() else []:
+    for record in _timelines(folder):
+        if step not in (None, record.get("step")):
+            continue
         try:
             name = record["plan"]
             if name not in plans:
@@ -96,6 +103,11 @@ def read_timelines(folder: Path) -> list[Timeline]:
         except (KeyError, IndexError, TypeError, ValueError, OSError) as error:
             raise QEffectError(f"{path}: the line of step {record.get('step')} cannot be read: {error}") from error
     return found
+
+
+def _timelines(folder: Path) -> list[dict[str, Any]]:
+    path = folder / TIMELINES
+    return read_lines(path, "timelines") if path.exists() else []
 
 
 def predict(plan: Plan, measured: Sequence[Sequence[Piece]], message_ms: float) -> list[list[Piece]]:

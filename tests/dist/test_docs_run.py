@@ -141,7 +141,7 @@ def test_tutorial(world: World) -> None:
 
 def test_readme_and_what_needs_its_runs(trained: World) -> None:
     assert (trained.root / "runs/tiny/loss.png").exists()
-    for page in ("checkpoints.md", "generate.md", "replay.md"):
+    for page in ("checkpoints.md", "generate.md", "replay.md", "report.md"):
         _run_page(trained, page, {})
 
 

@@ -80,7 +80,8 @@ def test_what_the_wheel_holds(wheel: Path) -> None:
         assert packed == {p.relative_to(ROOT).as_posix() for p in (ROOT / package).rglob("*.py")}
     configs = {p.relative_to(ROOT).as_posix() for p in (ROOT / "models/configs").glob("*.yaml")}
     assert configs and configs <= set(names)
-    assert "tools/explain/page.html" in names
+    pages = {p.relative_to(ROOT).as_posix() for end in ("html", "css", "js") for p in (ROOT / "tools").rglob(f"*.{end}")}
+    assert len(pages) >= 6 and pages <= set(names)
     assert "License-Expression: Apache-2.0" in metadata and "Requires-Python: >=3.11" in metadata
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert "apex" not in metadata.lower().split("description-content-type")[0]

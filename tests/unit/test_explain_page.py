@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ import pytest
 from qeffect_lm.contract.errors import StreamOrderError
 from qeffect_lm.contract.streams import Access
 from qeffect_lm.contract.trace import TraceWriter
+from tests.browser import assert_alone, dump, shown
 from tests.tiny import batch, config
 from tests.unit.contract_driver import Driver
 from tests.unit.in_process import Ranks
@@ -20,7 +18,6 @@ from tools.explain import main
 
 pytestmark = pytest.mark.xdist_group("explain")
 READ, WRITE = Access.READ, Access.WRITE
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +51,9 @@ def page(capsys: pytest.CaptureFixture, files: list[Path], *arguments: object) -
     return target
 
 
-def shown(target: Path) -> dict:
-    (text,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', target.read_text(), re.DOTALL)
-    return json.loads(text)
-
-
 def test_the_page_stands_alone(traces, capsys):
     """No network, no other file: nothing in it loads anything."""
-    text = page(capsys, traces).read_text()
-    markup = text.replace("http://www.w3.org/2000/svg", "")  # a name, not an address
-    assert not re.search(r"https?://|<link|<img|\bsrc=|@import|\burl\((?!#)|fetch\(|XMLHttp", markup)
+    assert_alone(page(capsys, traces))
 
 
 def test_lanes_boxes_and_edges(traces, capsys):
@@ -153,20 +143,6 @@ CLICK = """
   show(data.first);
 </script>
 """
-
-
-def dump(target: Path, profile: Path) -> tuple[str, str]:
-    """The page's DOM after its scripts ran, and what the console said."""
-    browser = next((found for found in map(shutil.which, BROWSERS) if found), None)
-    if browser is None:
-        pytest.skip("no browser: install one with apt-get install chromium")
-    quiet = ["quic", "background-networking", "component-update", "sync", "gpu"]
-    command = [browser, "--headless", "--no-sandbox", "--no-first-run", *(f"--disable-{what}" for what in quiet)]
-    command += [f"--user-data-dir={profile}", "--window-size=1500,900", "--enable-logging=stderr", "--virtual-time-budget=2000"]
-    done = subprocess.run([*command, "--dump-dom", target.as_uri()], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    return done.stdout, "\n".join(console)
 
 
 def test_in_a_browser(traces, capsys, tmp_path):

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from qeffect_lm.contract.streams import HOST
-from qeffect_lm.errors import UsageError
+from tools import pages
 from tools.explain.history import Rank, Record, place_of
 from tools.explain.story import commit_text, edge_text, lease_text
 from tools.explain.violation import Explanation
@@ -39,12 +38,7 @@ def write(path: Path, ranks: Sequence[Rank], found: Found | None, step: int | No
         UsageError: the file cannot be written.
     """
     shown = data(ranks, found, step)
-    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    text = json.dumps(shown, separators=(",", ":")).replace("</", "<\\/")
-    try:
-        path.write_text(template.replace("__DATA__", text, 1), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from None
+    pages.write(path, pages.fill(Path(__file__).with_name("page.html"), shown))
     names = [one["name"] for one in shown["steps"]]
     span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
     left = shown["left_out"]
