@@ -6,8 +6,8 @@ the period, and the places are handed out in the order of these wishes (largest 
 sources). After n samples a source's share is off by ``1/2 + s/2`` samples at most, s the number of sources; after a whole
 period by nothing.
 
-A blend may change in the middle of a run, at a sample number, and every change is kept: a source that stays goes on where it
-was, a new one begins at its first sample.
+A blend may change in the middle of a run, at a sample number, and every change is kept: a source that stays, or comes back,
+goes on where it was, a new one begins at its first sample.
 """
 
 from __future__ import annotations
@@ -121,7 +121,11 @@ class Order:
         counts = self._offsets + rounds * self._weights + begun
         return dict(zip(self.segment.sources, counts.tolist(), strict=True))
 
-    def changed(self, number: int, sources: Sequence[str], weights: Sequence[int]) -> Segment:
-        """The blend of ``sources`` and ``weights`` from sample ``number`` on."""
-        used = self.used(number)
-        return Segment(number, tuple(sources), tuple(weights), tuple(used.get(source, 0) for source in sources))
+
+def continued(blends: Sequence[Segment], number: int, sources: Sequence[str], weights: Sequence[int]) -> Segment:
+    """The blend of ``sources`` and ``weights`` from sample ``number`` on, after ``blends``: a source goes on where it was, also
+    one that was out of the blend for a while."""
+    used: dict[str, int] = {}
+    for segment, end in zip(blends, [*(following.first for following in blends[1:]), number], strict=True):
+        used |= Order(segment).used(end)
+    return Segment(number, tuple(sources), tuple(weights), tuple(used.get(source, 0) for source in sources))

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from qeffect_lm.data.blend import LARGEST, Order, Segment, whole_weights
+from qeffect_lm.data.blend import LARGEST, Order, Segment, continued, whole_weights
 from qeffect_lm.data.packing import Numbers, Rows, Samples
 from qeffect_lm.data.permutation import ALGORITHM, Permutation
 from qeffect_lm.errors import UsageError, shown
@@ -276,8 +276,10 @@ class StepLoader:
             raise UsageError("the saved data cursor has no 'blends': the checkpoint is incomplete")
         blends = [Segment.from_json(one) for one in saved]
         last, mine = blends[-1], self.blends[0]
-        if last.first > position:
-            raise UsageError(f"the saved data cursor's blend begins at sample {last.first}, past its next sample {position}")
+        firsts = [*(one.first for one in blends), position]
+        if firsts != sorted(firsts):
+            told = shown(str(firsts[:-1]))
+            raise UsageError(f"the saved data cursor's blends begin at samples {told}, not one after another up to {position}")
         if (last.sources, last.weights) == (mine.sources, mine.weights):
             return blends, []
         told = _difference(last, mine, self.names)
@@ -287,7 +289,7 @@ class StepLoader:
                 "data, or set data.accept_blend=true to go on with this data from here"
             )
         kept = [one for one in blends if one.first < position]
-        return [*kept, Order(last).changed(position, mine.sources, mine.weights)], [f"{told} (from sample {position} on)"]
+        return [*kept, continued(blends, position, mine.sources, mine.weights)], [f"{told} (from sample {position} on)"]
 
     def _identity(self) -> dict[str, Any]:
         first = self.sources[0]

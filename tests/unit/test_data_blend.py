@@ -145,6 +145,29 @@ def test_another_blend_is_explicit_and_recorded(corpora: list[IndexedDataset]) -
             again.load_state(state | {"blends": damage})
 
 
+def test_a_blend_and_a_batch_that_change_twice(corpora: list[IndexedDataset]) -> None:
+    """Also without a step in between: each source's samples are counted over all that came before, and what held for no sample
+    is not kept."""
+    state, used, place = loader(corpora[:2], [0.5, 0.5]).state(), {}, 0
+    steps: list[tuple[list[int], list[float], int, int]] = [
+        ([0, 1], [0.5, 0.5], 10, 1),
+        ([2, 0], [0.5, 0.5], 0, 2),
+        ([0, 1], [0.75, 0.25], 8, 3),
+        ([1, 0], [0.5, 0.5], 6, 1),
+    ]
+    for which, weights, count, size in steps:
+        part = loader([corpora[i] for i in which], weights, microbatch_size=size)
+        part.load_state(state, accept_blend=True)
+        names = [one.sha256() for one in part.sources]
+        last = part.state()["blends"][-1]
+        assert last["first"] == place and [one["offset"] for one in last["sources"]] == [used.get(name, 0) for name in names]
+        for source, _ in rows([part.next_step() for _ in range(count)]).values():
+            used[names[source]] = used.get(names[source], 0) + 1
+        state, place = json.loads(json.dumps(part.state())), place + count * size
+    assert [one["first"] for one in state["blends"]] == [0, 10, 34]
+    assert state["batches"] == [[0, 1], [10, 3], [34, 1]]
+
+
 # ---- workers --------------------------------------------------------------------------------------------------------
 
 

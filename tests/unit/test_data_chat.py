@@ -81,6 +81,16 @@ def test_templates(template: str, tokenizer: Path) -> None:
             assert tokens.tolist() == model.encode_batch([whole])[0]
 
 
+def test_space_around_the_words() -> None:
+    """As the families' templates have it: Llama's take it off, ChatML's and Mistral's leave it, and so does the loss."""
+    spaced = [("user", " Hi\n"), ("assistant", "\n Hello. ")]
+    answers = {name: [one.text for one in make(spaced) if one.counted and not one.piece] for name, make in TEMPLATES.items()}
+    kept = "\n Hello. "
+    assert answers == {"chatml": [kept], "llama3": ["Hello."], "llama2": [" Hello. "], "mistral": [f" {kept}"], "plain": [kept]}
+    asked = {name: "".join(one.text for one in make(spaced) if not one.counted) for name, make in TEMPLATES.items()}
+    assert [" Hi\n" in text for text in asked.values()] == [name not in ("llama2", "llama3") for name in asked]
+
+
 def test_pieces_are_the_tokenizers(tokenizer: Path, tmp_path: Path) -> None:
     """A tokenizer of another family is refused; a sentencepiece model serves the template whose pieces it has."""
     text = "Hello. Be brief. user assistant 2+2? 4 Hi " * 30
