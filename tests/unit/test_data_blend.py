@@ -232,6 +232,8 @@ def test_what_prefetching_tells(corpora: list[IndexedDataset], monkeypatch: pyte
     assert all(torch.equal(part.next_step().inputs, plain.next_step().inputs) for _ in range(2))
     with pytest.raises(QEffectError, match=r"reads data died \(worker \(pid 7\) is killed by signal: Killed\.\).*SIGBUS"):
         part.next_step()
+    with pytest.raises(QEffectError, match="have ended with an error"):  # and no waiting for what nobody reads
+        part.next_step()
     part.load_state(part.state() | {"next_sample": 5})
     part.vocab_size = 10
     with pytest.raises(UsageError, match="^the corpus holds token id"):
