@@ -123,6 +123,9 @@ class Assembly:
         """Capture the plan's graphs where the configuration asks for them; with ``graphs.scope=step`` collective."""
         graphs = self.config.graphs
         backend: GraphBackend
+        for name, tensor in self.cache.scratch().items():  # eager work has it too, and a save looks at all that parts hold
+            if not self.register.knows(tensor):
+                self.register.add(f"cache/{name}", tensor, owner="cache", rule=Rule.CONSTANT)
         if graphs.backend == "eager":
             return
         if graphs.backend == "host_replay":
@@ -130,9 +133,6 @@ class Assembly:
         else:
             stream = self.engine.streams.real(COMPUTE)
             assert stream is not None, "device_of has seen to it"
-            for name, tensor in self.cache.scratch().items():
-                if not self.register.knows(tensor):
-                    self.register.add(f"cache/{name}", tensor, owner="cache", rule=Rule.CONSTANT)
             backend = CudaGraphs(stream)
         if graphs.scope == "step":
             timed = graphs.timed and graphs.backend == "cuda_graphs"

@@ -48,5 +48,6 @@ def test_the_peak_of_a_run(options: list[str], tmp_path: Path) -> None:
     allocated, reserved = map(int, done.stdout.rsplit("PEAK", 1)[1].split())
     settings = load_config(path, asked)
     told = Memory(Layout(settings), make_plan(settings), rehearse(settings, "cuda"), "cuda").of(0).peak
-    assert told == pytest.approx(allocated, rel=0.1), (told, allocated, reserved)
     assert told == pytest.approx(reserved, rel=0.1), (told, allocated, reserved)
+    if "graphs.scope=action" not in options:  # whose pools keep what no tensor holds any more: 6 % of what is reserved
+        assert told == pytest.approx(allocated, rel=0.1), (told, allocated, reserved)

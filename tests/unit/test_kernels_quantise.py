@@ -148,3 +148,15 @@ def test_weight_refresh(names):
             assert timeline.slot_of(f"{name}.input").item() == EMPTY
         with reference():
             same(cache.cached["other.weight"], current.weight("other", masters["b"].bfloat16()))
+
+
+def test_the_tables_of_a_refresh_are_known_to_a_save():
+    """A save looks whether anything moved. Eagerly nothing is captured, and the refresh makes its tables when it first runs."""
+    from qeffect_lm.app.assemble import assemble
+    from tests.tiny import config
+
+    assembly = assemble(config(graphs__backend="eager", model__num_layers=1))
+    assembly.prepare(None)
+    assembly.rebuild_caches()
+    assert assembly.cache.scratch()
+    assembly.register.check_addresses()
