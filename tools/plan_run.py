@@ -64,6 +64,16 @@ class Given:
             self.assumptions.append("the optimizer's step, reduction over replicas, data and saves are not in the times")
         self.assumptions.append("memory is what torch's allocator gives out; a GPU's own context (some 500 MiB) is not in it")
 
+    def assume(self, layout: Any) -> None:
+        """What was taken as simpler than it is, once every layout was looked at."""
+        if layout.config.model.backend == "te":
+            self.assumptions.append(
+                "Transformer Engine's layers are taken as native ones (times, and what they hold), held whole until W"
+            )
+        if layout.even:
+            replicas = ", ".join(f"{number:,}" for number in sorted(layout.even))
+            self.assumptions.append(f"ZeRO over {replicas} replicas: the shares of the optimizer's state are taken as even")
+
     def clock(self, layout: Any, rehearsed: Any) -> Any:
         """None where there is nothing to tell times by."""
         from qeffect_lm.app.ceilings import Clock
@@ -106,6 +116,7 @@ def _one(args: argparse.Namespace, layout: Any, given: Given) -> int:
     if not rehearsed.kernels:
         given.assumptions.append("Triton is not installed here, so torch's own operations were counted: kernels hold less")
     seen = forecast(layout, _plan(layout, given), rehearsed, given.device, given.clock(layout, rehearsed))
+    given.assume(layout)
     report = _report(layout, seen, given)
     picture = svg(seen.plan, seen.simulation or _unit(seen.plan), report["title"])
     if args.svg is not None:
@@ -209,6 +220,7 @@ def _sweep(args: argparse.Namespace, layout: Any, given: Given) -> int:
 
     names = SWEPT if args.schedules is None else tuple(args.schedules.split(","))
     found = sweep(layout, args.gpus, limit, given.device, rehearsal, given.clock, names, args.stages or 16)
+    given.assume(layout)
     rows = [
         {
             **vars(choice),

@@ -69,6 +69,7 @@ class Layout:
         self.specs: dict[str, ParameterSpec] = {spec.name: spec for spec in self.model.parameters()}
         self.blocks = self._blocks()
         self._owned: dict[Any, tuple[int, int, int]] = {}
+        self.even: set[int] = set()  # numbers of replicas whose shares of the state were taken as even
 
     def of(self, config: Config) -> Layout:
         """The same model under another layout, schedule or optimizer setting."""
@@ -176,6 +177,7 @@ class Layout:
         every, trained = sum(p.numel for p in params), sum(p.numel for p in params if p.trainable)
         bucket = max(1, shard.bucket_bytes // self.grad_size)
         if shard.ranks * every > PIECES * bucket:  # the table itself would take minutes: even shares
+            self.even.add(shard.ranks)
             return -(-every // shard.ranks), -(-trained // shard.ranks), min(every, bucket)
         sizes = tuple((param.numel, param.decay, param.group) for param in params)
         groups = {group: i for i, group in enumerate(dict.fromkeys(group for _, _, group in sizes))}

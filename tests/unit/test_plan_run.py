@@ -110,6 +110,16 @@ def test_a_sweep(run) -> None:
     assert "layouts, " in run(*asked[:-1], "--memory", "80GB", "--width", "140")
 
 
+def test_what_is_taken_as_simpler_is_said(run) -> None:
+    """Where it holds, and only there: Transformer Engine's layers, and shares that were not worked out."""
+    plain = [BENCH, "parallel.dp=2", "optim.zero=1", "--device", "h200", "--json"]
+    many = [*plain, "parallel.dp=4096", "model.backend=te", "model.dropout=0.0"]
+    said, more = (json.loads(run(*asked))["assumptions"] for asked in (plain, many))
+    assert any("bf16 products: set by hand" in line for line in said)
+    for words in ("Transformer Engine's layers are taken as native", "ZeRO over 4,096 replicas"):
+        assert not any(words in line for line in said) and sum(words in line for line in more) == 1, (words, more)
+
+
 def test_layers_that_do_not_divide() -> None:
     assert uneven(config(), 2) is None
     assert uneven(config(), 3) == (
