@@ -9,6 +9,11 @@ from qeffect_lm.runtime.determinism import apply_before_torch, apply_to_torch
 apply_before_torch(os.environ, threads=1)  # before any test module imports torch
 
 import pytest  # noqa: E402
+import torch  # noqa: E402
+
+if not torch.cuda.is_available():  # Triton reads it when it is imported, and many a package does that
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 _common = {"deadline": None, "max_examples": 100, "suppress_health_check": [HealthCheck.too_slow]}

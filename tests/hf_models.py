@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # as tests.unit.interpreted: Triton reads it when transformers imports it
-
 import transformers
 from transformers.modeling_utils import PreTrainedModel
 

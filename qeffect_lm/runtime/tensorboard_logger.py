@@ -58,9 +58,9 @@ class TensorboardLogger:
         path = Path(folder) / FOLDER
         try:
             path.mkdir(parents=True, exist_ok=True)
-            # The package's queue and thread are left out: a row is in the file when log returns. The process id tells files
-            # apart that begin within one second.
-            self._writer = EventsWriter(str(path / "events"), f".{os.getpid()}")
+            # The package's queue and thread are left out: a row is in the file when log returns. Process id and step tell
+            # files apart that begin within one second.
+            self._writer = EventsWriter(str(path / "events"), f".{os.getpid()}.{resume_step or 0}")
         except OSError as error:
             notice(f"TensorBoard: cannot write to {path} ({error.strerror}); metrics go to metrics.jsonl only")
             return

@@ -9,7 +9,6 @@ nearest even, and to FP8 saturating (``cvt.rn.satfinite``). The same tests on a 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -25,8 +24,6 @@ INTERPRETED = DEVICE == "cpu"
 
 if find_spec("triton") is None:
     pytest.skip("needs Triton (extra test)", allow_module_level=True)
-if INTERPRETED:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a module with kernels is imported
 
 _NARROW = {
     "fp8e4nv": (torch.float8_e4m3fn, 448.0, torch.uint8),

@@ -414,7 +414,7 @@ def test_json_of_thousands_of_brackets_within_a_checkpoint(run: Path, capsys: py
     """Python's parser gives up with an error of its own kind; so does whoever parses what a checkpoint carries."""
     from pipeline.plan import Plan
     from pipeline.program import Program
-    from qeffect_lm.app.text import _companion
+    from qeffect_lm.app.text import _object
     from tools import inspect
 
     deep = "[" * 100_000
@@ -427,7 +427,7 @@ def test_json_of_thousands_of_brackets_within_a_checkpoint(run: Path, capsys: py
     entry = {"size": len(deep), "hashed": len(deep), "sha256": hashlib.sha256(deep.encode()).hexdigest()}
     reseal(run, lambda body: body["files"].update({"config.json": entry}))
     with pytest.raises(QEffectError, match="config.json is no JSON"):
-        _companion(open_checkpoint(run), "config.json")
+        _object(run / "config.json", open_checkpoint(run).read_file("config.json"))
 
 
 def test_a_record_of_other_types_is_damage(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def test_verdict(step, microbatch, control, ok):
     assert not verdict(worse)["ok"]
 
 
+@pytest.mark.long
 def test_runs_and_picture(tmp_path: Path):
     """Real runs, tiny: the recipes differ, a seed is shared by all of them, and the report can be drawn."""
     pytest.importorskip("matplotlib")

@@ -57,6 +57,7 @@ def test_the_failing_rank_is_named_with_its_traceback() -> None:
     assert time.monotonic() - started < 40
 
 
+@pytest.mark.long
 def test_a_hang_ends_at_the_timeout_and_shows_where() -> None:
     for timeout in (12, 60):  # on a machine that is very busy a rank still imports torch after the first
         started = time.monotonic()

@@ -252,8 +252,9 @@ def test_tensors_and_ranks_that_do_not_fit(tmp_path: Path) -> None:
     good = whole(60)
     without = {name: tensor for name, tensor in good.items() if name != "decoder.layers.2.mlp.linear_fc2.weight"}
     fails(0, "has no tensor layers.2.mlp.down.weight", without)
-    router = "decoder.layers.0.mlp.router.weight"
-    fails(1, f"tensor {router} belongs to no", {**good, router: torch.ones(2)})
+    router, other = "decoder.layers.0.mlp.router.weight", "decoder.layers.0.mlp.gate.weight"
+    fails(1, "has a tensor layers.0.moe.router.weight that its configuration", {**good, router: torch.ones(2)})
+    fails(10, f"tensor {other} belongs to no", {**good, other: torch.ones(2)})
     fails(2, "final_norm.weight has the shape", {**good, "decoder.final_layernorm.weight": torch.ones(25).bfloat16()})
     fails(3, r"mp_rank_01/model_optim_rng.pt is missing", good, tp=3, remove="mp_rank_01")
     fails(9, "folders of 2 tensor-parallel ranks, and 3 saved", good, tp=3, remove="mp_rank_02")

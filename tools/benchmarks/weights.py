@@ -18,7 +18,7 @@ def drawn_on_device() -> AbstractContextManager[object]:
 
     Values depend on seed and name alone, so that layouts of one model begin alike.
     """
-    return mock.patch.object(assembling, "_initialise", _draw)
+    return mock.patch.object(assembling, "initialise", _draw)
 
 
 def _draw(flat: FlatBuffers, specs: dict[str, ParameterSpec], seed: int) -> None:
