@@ -35,6 +35,7 @@ ELSEWHERE = {
     r"^srun": "needs Slurm",
     r"cuda|demo-gpu|tests/gpu|bench (placement|kernels|train|layers|capture|curves)|backend=te": "needs a GPU",
     r"^python -m tools\.parity( --all| --json| --parallel.*)?$": "minutes to hours; its cells are tests of their own",
+    r"^python -m tools\.parity --parallel": "minutes; tests/dist/test_tensor_parallel.py",
     r"torchtitan": "make test-titan",
     r"nproc-per-node 8 -m tools": "eight ranks; the same with two is a test of its own",
 }
@@ -141,8 +142,9 @@ def test_tutorial(world: World) -> None:
 
 def test_readme_and_what_needs_its_runs(trained: World) -> None:
     assert (trained.root / "runs/tiny/loss.png").exists()
+    replay = "python -m tools.replay runs/mine/checkpoints/step_00000100 --control"
     for page in ("checkpoints.md", "generate.md", "replay.md", "report.md"):
-        _run_page(trained, page, {})
+        _run_page(trained, page, {replay: f"! {replay}"})  # which has to fail
 
 
 TWO = "torchrun --nproc-per-node 2 train.py my.yaml"
@@ -162,10 +164,12 @@ PAGES: dict[str, dict[str, str]] = {
     "kernels.md": {},
     "families.md": {},
     "parity.md": {},
+    "plan.md": {},
     "plan-check.md": {},
     "recompute.md": {},
     "schedules.md": {},
     "configuration.md": {"models/configs/demo.yaml": "CONFIG.yaml run.dir=runs/changed", "train.steps=200": "train.steps=4"},
+    "tensor-parallel.md": {"config.yaml": "config.yaml run.dir=runs/tp"},
     "resharding.md": {"config.yaml": "config.yaml checkpoint.dir=runs/resharded"},
 }
 
