@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -32,6 +31,7 @@ from pipeline.partial import agree_on_collectives
 from pipeline.plan import GraphKey, Plan
 from pipeline.program import COLLECTIVE, COMPUTE
 from pipeline.saving import StateCopies
+from pipeline.spans import NO_SPANS, SpanKind, Spans, Watch
 from pipeline.stage import MicrobatchSlot, Stage
 from pipeline.step_end import StepEnd, StepResult
 from qeffect_lm.contract.errors import StaleWeightError
@@ -43,13 +43,6 @@ from qeffect_lm.errors import QEffectError
 from qeffect_lm.fp8.cache import LAYOUTS, WeightCache
 from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.runtime.watchdog import CompletionWatchdog
-
-
-class Watch(Protocol):
-    """Told of each F, I and W before and after it is launched (:mod:`pipeline.measure`)."""
-
-    def begin(self, action: Action) -> None: ...
-    def end(self, action: Action) -> None: ...
 
 
 @dataclass
@@ -107,6 +100,7 @@ class Engine:
         self._completes = last_writers(self.actions) if end.replicated else {}
         self.captured: Captured | None = None
         self.watch: Watch | None = None
+        self.spans: Spans = NO_SPANS  # a profiler's, while it profiles a step
         self.watchdog: CompletionWatchdog | None = None
         self._pending: dict[tuple[str, int, int], _Transfer] = {}  # (RECV_F…, chunk, microbatch), or slot for sends
         self._events: dict[tuple[str, int, int], BoundEvent] = {}
@@ -183,14 +177,20 @@ class Engine:
     def run_actions(self, actions: Sequence[Action]) -> None:
         """Run some of the plan's actions, in order."""
         for action in actions:
-            self._handlers[action.kind](action)
+            if action.is_compute:  # its span is without the waits and copies before it
+                self._handlers[action.kind](action)
+            else:
+                with self.spans.action(action, self._slots):
+                    self._handlers[action.kind](action)
             if action in self._completes:
-                self._reduce_chunk(action)
+                with self.spans.piece(f"REDUCE s{action.chunk}", SpanKind.REDUCE):
+                    self._reduce_chunk(action)
 
     def finish(self) -> None:
         """What follows a step's last action."""
         self.check_updated()
-        self._refresh()
+        with self.spans.piece("REFRESH", SpanKind.REFRESH):
+            self._refresh()
         self.settle()
 
     def watch_completion(self) -> None:
@@ -230,12 +230,13 @@ class Engine:
         self._step, self._first_epochs = -1, dict(self.ledger.timeline.epochs)
         self._first_versions = dict(self.ledger.versions.versions) if self.ledger.checks else {}
         self.across, before = across, self.across
+        self.spans, spans = NO_SPANS, self.spans  # a tape would take them down
         self.ledger.begin_step(-1)
         try:
             with self.computing():
                 yield
         finally:
-            self.across = before
+            self.across, self.spans = before, spans
             self._pending.clear()
             self._events.clear()
 
@@ -308,18 +309,19 @@ class Engine:
         watch = self.watch
         if watch is not None:
             watch.begin(action)
-        if self.captured is not None:
-            graph, summary = self.captured.actions[key]
-            self.ledger.replay(summary, chunk, microbatch, slots=slots, epoch=epoch)
-            graph.replay()
-        else:
-            joint = self.plan.joint(action)
-            with self.ledger.action(
-                str(action.kind), chunk, microbatch, beta=key.beta, slots=slots, epoch=epoch, joint=joint
-            ) as scope:
-                work(scope)
-            if self.summaries is not None:
-                self.summaries[key] = scope.summarise()
+        with self.spans.action(action, self._slots):
+            if self.captured is not None:
+                graph, summary = self.captured.actions[key]
+                self.ledger.replay(summary, chunk, microbatch, slots=slots, epoch=epoch)
+                graph.replay()
+            else:
+                joint = self.plan.joint(action)
+                with self.ledger.action(
+                    str(action.kind), chunk, microbatch, beta=key.beta, slots=slots, epoch=epoch, joint=joint
+                ) as scope:
+                    work(scope)
+                if self.summaries is not None:
+                    self.summaries[key] = scope.summarise()
         if watch is not None:
             watch.end(action)
 
@@ -422,8 +424,9 @@ class Engine:
         transfer = self._pending.pop(key, None)
         if transfer is not None:
             assert transfer.event is not None
-            self.across(transfer.wait)
-            self.streams.wait(self.compute_stream(), transfer.event)
+            with self.spans.wait(key):
+                self.across(transfer.wait)
+                self.streams.wait(self.compute_stream(), transfer.event)
 
     def settle(self) -> None:
         """No transfer outlives its step."""
@@ -491,11 +494,12 @@ class Engine:
             self.ledger.grads.check_complete(self.plan.microbatches)
         self._launch("NORM")
         self._run_end("local_sums", self.end.local_sums_)
-        self._edge(self.compute_stream(), COLLECTIVE)
-        self._launch("GATHER")
-        with self.streams.current(COLLECTIVE):
-            self.across(self.end.gather_)
-        self._edge(COLLECTIVE, self.compute_stream())
+        with self.spans.piece("GATHER", SpanKind.REDUCE):
+            self._edge(self.compute_stream(), COLLECTIVE)
+            self._launch("GATHER")
+            with self.streams.current(COLLECTIVE):
+                self.across(self.end.gather_)
+            self._edge(COLLECTIVE, self.compute_stream())
         self.copies.before_update()
         self._launch("STEP")
         self.updating = True

@@ -23,6 +23,7 @@ from pipeline.effects import rank_program
 from pipeline.epochs import directions_of
 from pipeline.plan import GraphKey
 from pipeline.program import BEGIN, COMPUTE, END, LAUNCH, RECORD, WAIT, Op
+from pipeline.spans import SpanKind
 from qeffect_lm.contract.leases import Joint, Slot
 from qeffect_lm.contract.ledger import BodySummary, Summary
 from qeffect_lm.contract.streams import Access, BufferAccess
@@ -92,7 +93,8 @@ class StepGraph:
             ledger.replay_body(self.body)
             if not self.rest:
                 _account_end(engine, self.inside)
-        self.graph.replay()
+        with engine.spans.piece("STEP_GRAPH", SpanKind.GRAPH):
+            self.graph.replay()
         engine.watch_completion()
         engine.run_actions(self.rest)
         if self.rest:

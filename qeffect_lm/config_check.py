@@ -311,6 +311,12 @@ def _check_train(config: Config) -> Iterator[str]:
             f"train.eval_every {config.train.eval_every} needs a held-out corpus: set data.valid, or "
             "train.eval_every=0"
         )
+    profiled = config.train.profile.ranges()
+    if profiled and profiled[-1][1] > config.train.steps:
+        yield (
+            f"train.profile.steps {config.train.profile.steps} goes beyond train.steps {config.train.steps}: choose steps that "
+            "the run has"
+        )
 
 
 def _check_start(config: Config) -> Iterator[str]:

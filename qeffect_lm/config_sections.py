@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from qeffect_lm.config_help import OnResume
-
-
-class Section(BaseModel):
-    """What all sections share: frozen, unknown keys refused, no silent conversion of types."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-def _key(default: Any, description: str, *, on_resume: OnResume, unit: str = "", **bounds: Any) -> Any:
-    return Field(
-        default, description=description, json_schema_extra={"unit": unit, "on_resume": on_resume}, **bounds
-    )
-
-
-def _per_rank(description: str, unit: str) -> Any:
-    return _key(None, description, on_resume="warn", unit=unit, strict=False)
+from qeffect_lm.config_base import Section
+from qeffect_lm.config_base import key as _key
+from qeffect_lm.config_base import per_rank as _per_rank
+from qeffect_lm.config_profile import ProfileConfig
 
 
 class RunConfig(Section):
@@ -425,6 +412,7 @@ class TrainConfig(Section):
     threads: int = _key(
         1, "CPU threads per process; part of the result.", on_resume="warn", unit="threads", ge=1
     )
+    profile: ProfileConfig = Field(default_factory=ProfileConfig)
 
 
 class CheckpointConfig(Section):

@@ -1,4 +1,4 @@
-"""What the layers of a run cost: a short profile for ``pipeline.schedule: auto``.
+"""What the layers of a run cost: a short profile for ``pipeline.schedule: auto`` (of training's steps: step_profile.py).
 
 Every rank runs a small model of the run's own layers by itself: the embedding, one decoder layer of each kind (in FP8, in high
 precision), and the final norm with head and loss, each as a chunk, with the run's shapes, recipe and graph backend. It has

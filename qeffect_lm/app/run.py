@@ -30,6 +30,7 @@ from qeffect_lm.app.resuming import branch_of, check_config, find_checkpoint, pl
 from qeffect_lm.app.saving import Saver
 from qeffect_lm.app.sources import check_tokenizer, held_out_batch, make_loader
 from qeffect_lm.app.starting import companions_of, open_start, start_from
+from qeffect_lm.app.step_profile import StepProfiler, make_folder
 from qeffect_lm.app.watching import Watcher
 from qeffect_lm.config import Config
 from qeffect_lm.contract.timeline import Direction
@@ -191,6 +192,8 @@ def train_run(config: Config, env: LaunchEnv, say: Callable[[str], None] = print
     check_supported(config)  # first: nobody should start more processes for what is not built
     check_world(config.parallel, env.world)
     check_tokenizer(config)
+    if config.train.profile.ranges():
+        make_folder(config)
     with ExitStack() as stack:
         signals = signals or stack.enter_context(StopSignals())
         device = device_of(config, env.local_rank)
@@ -354,8 +357,14 @@ def _drive(
         record=run.recorder.record,
         describe=lambda result: routing_metrics(result.routing),
     )
+    profiler = _profiler(run, say)
+    if profiler is not None:
+        stack.callback(profiler.close)
+        parts = profiler.around(parts)
     try:
         outcome = train(config, parts, run.start, run.tokens)
+        if profiler is not None:
+            profiler.finish()  # a run that was stopped in the midst of the chosen steps
         run.saver.finish()
     except BaseException as error:
         if run.leads:
@@ -367,6 +376,14 @@ def _drive(
     if run.leads:
         watcher.events.add("end", outcome.step, stopped=outcome.stopped)
     return outcome
+
+
+def _profiler(run: Run, say: Callable[[str], None]) -> StepProfiler | None:
+    """None where no step is to be profiled."""
+    if not run.config.train.profile.ranges():
+        return None
+    told = nothing if not run.leads else say if run.progress is None else run.progress.message
+    return StepProfiler(run.config, run.assembly.engine, run.comm, run.start, told)
 
 
 def _open_sinks(
@@ -476,7 +493,7 @@ def tokenizer_hash(config: Config) -> str | None:
     return None if config.data.tokenizer is None else hashlib.sha256(Path(config.data.tokenizer).read_bytes()).hexdigest()
 
 
-def nothing() -> None:
+def nothing(*_: object) -> None:
     """There is nothing to wait for."""
 
 
