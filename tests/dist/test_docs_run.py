@@ -165,6 +165,7 @@ PAGES: dict[str, dict[str, str]] = {
     "families.md": {},
     "parity.md": {},
     "plan.md": {},
+    "profile.md": {"CONFIG.yaml": "CONFIG.yaml run.dir=runs/profiled train.steps=12"},
     "plan-check.md": {},
     "recompute.md": {},
     "schedules.md": {},
