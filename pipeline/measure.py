@@ -48,10 +48,10 @@ class StepWatch:
     _began: Mark = 0.0
 
     def begin(self, action: Action) -> None:
-        self._began = self._mark()
+        self._began = mark(self.device)
 
     def end(self, action: Action) -> None:
-        self.marks.append((action, self._began, self._mark()))
+        self.marks.append((action, self._began, mark(self.device)))
         m_b, m_w = self.sizes.of(self.engine, action)
         if action.kind is Kind.F:
             self.held = max(self.held, self.engine.ledger.leases.counts()["groups"])
@@ -60,35 +60,38 @@ class StepWatch:
         else:
             self.retained -= m_b - m_w if action.kind is Kind.I else m_w
 
-    def _mark(self) -> Mark:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def span(self) -> float:
         """Seconds from the first F's begin to the last work's end."""
-        return _seconds(self.marks[0][1], self.marks[-1][2])
+        return seconds_between(self.marks[0][1], self.marks[-1][2])
 
     def busy(self) -> float:
         """Seconds of all work."""
-        return sum(_seconds(begin, end) for _, begin, end in self.marks)
+        return sum(seconds_between(begin, end) for _, begin, end in self.marks)
 
     def work(self) -> list[float]:
         """Begin and end of each piece of work in turn, in milliseconds from the first F's begin."""
         first = self.marks[0][1]
-        return [1000 * _seconds(first, mark) for _, begin, end in self.marks for mark in (begin, end)]
+        return [1000 * seconds_between(first, at) for _, begin, end in self.marks for at in (begin, end)]
 
     def times(self) -> dict[tuple[Kind, int], list[float]]:
         """(kind, chunk) → seconds of each piece of its work, in order."""
         found: dict[tuple[Kind, int], list[float]] = {}
         for action, begin, end in self.marks:
-            found.setdefault((action.kind, action.key[0]), []).append(_seconds(begin, end))
+            found.setdefault((action.kind, action.key[0]), []).append(seconds_between(begin, end))
         return found
 
 
-def _seconds(begin: Mark, end: Mark) -> float:
+def mark(device: torch.device) -> Mark:
+    """Now: of a GPU an event on the current stream, else the host's clock."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin: Mark, end: Mark) -> float:
+    """Between two marks of one device, once the host has waited for the later one."""
     if isinstance(begin, float):
         assert isinstance(end, float)
         return end - begin

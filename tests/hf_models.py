@@ -10,6 +10,18 @@ from transformers.modeling_utils import PreTrainedModel
 
 VOCAB, HIDDEN, LAYERS, FFN, CONTEXT = 53, 32, 3, 48, 16
 
+# Three steps from an imported model.
+RUN = """
+base: {base}
+run: {{device: cpu}}
+pipeline: {{microbatches: 2, w_delay: 1}}
+data: {{seq_len: 8, microbatch_size: 2}}
+optim: {{lr: 1.0e-2, warmup_steps: 0}}
+train: {{steps: 3}}
+checkpoint: {{every: 2, keep: 0}}
+logging: {{progress: 'off'}}
+"""
+
 _SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,

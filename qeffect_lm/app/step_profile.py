@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from checkpoint.comm import Communicator
 from pipeline.actions import Action
 from pipeline.engine import Engine
+from pipeline.measure import Mark, mark, seconds_between
 from pipeline.slots import SlotPlan
 from pipeline.spans import NO_SPANS, SpanKind, action_name, kind_of, wait_name
 from qeffect_lm.config import Config
@@ -34,7 +35,6 @@ from qeffect_lm.runtime.loop import Parts
 OTHER = "other"
 KINDS = (*map(str, SpanKind), OTHER)
 SHOWN = 8  # ranks with columns of their own; of more than these the table says mean, least and most
-Mark = float | torch.cuda.Event
 
 
 @dataclass
@@ -61,7 +61,7 @@ class TimedSpans:
 
     @contextmanager
     def piece(self, name: str, kind: SpanKind) -> Iterator[None]:
-        begin = self._mark()
+        begin = mark(self.device)
         span = _Span(kind, self._open[-1] if self._open else None, begin, begin)
         self._open.append(len(self.spans))
         self.spans.append(span)
@@ -70,33 +70,18 @@ class TimedSpans:
                 yield
         finally:
             self._open.pop()
-            span.end = self._mark()
+            span.end = mark(self.device)
 
     def seconds(self) -> dict[SpanKind, float]:
         """Of each kind, without the spans inside of them; forgets them. Call it after the host has waited for the work."""
         found = dict.fromkeys(SpanKind, 0.0)
         for span in self.spans:
-            took = _seconds(span.begin, span.end)
+            took = seconds_between(span.begin, span.end)
             found[span.kind] += took
             if span.parent is not None:
                 found[self.spans[span.parent].kind] -= took
         self.spans.clear()
         return found
-
-    def _mark(self) -> Mark:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
-def _seconds(begin: Mark, end: Mark) -> float:
-    if isinstance(begin, float):
-        assert isinstance(end, float)
-        return end - begin
-    assert isinstance(end, torch.cuda.Event)
-    return begin.elapsed_time(end) / 1000
 
 
 def make_folder(config: Config) -> Path:

@@ -29,7 +29,7 @@ from qeffect_lm.inference.sampling import Sampling
 from tests.checkpoint_support import Killed, ScriptedOps
 from tests.crashing import dying
 from tests.hf_folders import SECTION, contents, make_folder, random_tensors
-from tests.hf_models import CONTEXT, VOCAB, make
+from tests.hf_models import CONTEXT, RUN, VOCAB, make
 from tests.runs import make_corpus, run_here
 from tools.convert import _parser, convert, main
 
@@ -206,16 +206,6 @@ def test_interrupted(tmp_path: Path, source: str, target: str) -> None:
     assert {path.name for path in tmp_path.iterdir()} == there | {"out"}
 
 
-RUN = """
-base: {base}
-run: {{device: cpu}}
-pipeline: {{microbatches: 2, w_delay: 1}}
-data: {{seq_len: 8, microbatch_size: 2}}
-optim: {{lr: 1.0e-2, warmup_steps: 0}}
-train: {{steps: 3}}
-checkpoint: {{every: 2, keep: 0}}
-logging: {{progress: 'off'}}
-"""
 TOKENS = torch.randint(0, VOCAB, (2, 8), generator=torch.Generator().manual_seed(3))
 
 

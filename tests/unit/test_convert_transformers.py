@@ -16,20 +16,9 @@ from qeffect_lm.app.inference import load_for_inference
 from qeffect_lm.app.text import tokenizer_of
 from qeffect_lm.errors import UsageError
 from tests.hf_folders import contents
-from tests.hf_models import CONTEXT, MODELS, VOCAB, make
+from tests.hf_models import CONTEXT, MODELS, RUN, VOCAB, make
 from tests.runs import make_corpus, metrics_of, run_here
 from tools.convert import main
-
-RUN = """
-base: {base}
-run: {{device: cpu}}
-pipeline: {{microbatches: 2, w_delay: 1}}
-data: {{seq_len: 8, microbatch_size: 2}}
-optim: {{lr: 1.0e-2, warmup_steps: 0}}
-train: {{steps: 3}}
-checkpoint: {{every: 2, keep: 0}}
-logging: {{progress: 'off'}}
-"""
 
 
 def run(source: str, target: str, src: Path, dst: Path, *more: str) -> None:

@@ -15,26 +15,9 @@ from qeffect_lm.app.layout import Layout
 from qeffect_lm.app.rehearsal import rehearse
 from qeffect_lm.config import load_config
 from tests.tiny import config
-from tools import plan as tool
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH, TINY = (str(ROOT / f"models/configs/{name}.yaml") for name in ("bench-s", "tiny"))
-
-
-@pytest.fixture
-def run(capsys):
-    def call(*arguments: str, code: int = 0) -> str:
-        try:
-            got = tool.main(arguments)
-        except SystemExit as stop:
-            got = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        assert got == code, err
-        if code:
-            assert out == "" and err.startswith("error: ") and err.count("\n") == 1
-        return str(err if code else out)
-
-    return call
 
 
 def test_steps_as_they_were_measured_on_h200s() -> None:
@@ -58,11 +41,11 @@ def test_steps_as_they_were_measured_on_h200s() -> None:
     assert len(ratios) > 25 and 0.9 < min(ratios) and max(ratios) < 1.1, ratios
 
 
-def test_the_page_and_its_files(run, tmp_path: Path) -> None:
+def test_the_page_and_its_files(plan_tool, tmp_path: Path) -> None:
     """Numbers that follow from each other, on the terminal, as JSON, SVG and HTML; budget and cost."""
     html, svg = tmp_path / "plan.html", tmp_path / "plan.svg"
     asked = [BENCH, "parallel.pp=2", "pipeline.schedule=zb-h1", "--device", "h200", "--tokens", "1e9", "--price", "2"]
-    report = json.loads(run(*asked, "--json", "--svg", str(svg), "--html", str(html)))
+    report = json.loads(plan_tool(*asked, "--json", "--svg", str(svg), "--html", str(html)))
     time, budget = report["time"], report["budget"]
     assert report["tokens_per_step"] == 8 * 1024 and len(report["memory"]) == 2
     assert time["tokens_per_second"] == pytest.approx(8192 / time["step_seconds"])
@@ -70,7 +53,7 @@ def test_the_page_and_its_files(run, tmp_path: Path) -> None:
     assert budget["gpu_hours"] == pytest.approx(2 * 24 * budget["days"])
     assert budget["cost"] == pytest.approx(2 * budget["gpu_hours"])
     assert any("not measured here" in line for line in report["assumptions"])
-    page = run(*asked, "--width", "110")
+    page = plan_tool(*asked, "--width", "110")
     step = f"{1000 * time['step_seconds']:.4g} ms a step"
     for words in (step, "W leases", "peak: optimizer step", "▒ I input gradient", "GPU-hours"):
         assert words in page
@@ -78,26 +61,26 @@ def test_the_page_and_its_files(run, tmp_path: Path) -> None:
     assert svg.read_text() in text and "http" not in text.replace("http://www.w3.org/2000/svg", "") and "logits" in text
 
 
-def test_a_cpu_and_its_profile(run, tmp_path: Path) -> None:
+def test_a_cpu_and_its_profile(plan_tool, tmp_path: Path) -> None:
     """No ceilings: it says so. Measured here, the profile gives the times, again and again the same."""
     sizes = ["model.hidden_size=32", "model.ffn_size=48", "model.vocab_size=64", "data.seq_len=16"]
     small = [TINY, *sizes, "graphs.backend=eager"]
-    assert json.loads(run(*small, "--json"))["time"] is None and "no ceilings" in run(*small, "--width", "120")
+    assert json.loads(plan_tool(*small, "--json"))["time"] is None and "no ceilings" in plan_tool(*small, "--width", "120")
     kept = tmp_path / "profile.json"
-    first = json.loads(run(*small, "--measure", str(kept), "--json"))
-    again = json.loads(run(*small, "--profile", str(kept), "--json"))
+    first = json.loads(plan_tool(*small, "--measure", str(kept), "--json"))
+    again = json.loads(plan_tool(*small, "--profile", str(kept), "--json"))
     assert first["time"] == again["time"] and first["time"]["step_seconds"] > 0
     layer = json.loads(kept.read_text())["layers"]["fp8"]
     assert sum(chunk["F"] for chunk in first["time"]["chunks"]) > 4 * layer["t_f"]
     assert any("times of parts measured: CPU" in line for line in again["assumptions"])
     kept.write_text("{}")
-    assert "is no profile" in run(*small, "--profile", str(kept), code=2)
+    assert "is no profile" in plan_tool(*small, "--profile", str(kept), code=2)
 
 
-def test_a_sweep(run) -> None:
+def test_a_sweep(plan_tool) -> None:
     """All that fit keep the limit and the batch, the fastest first; the counts of the others add up; less memory fits less."""
     asked = [BENCH, "--device", "h200", "--sweep", "--gpus", "4", "--schedules", "1f1b,zb-v", "--json"]
-    wide, narrow = (json.loads(run(*asked, "--memory", size)) for size in ("80GB", "5GB"))
+    wide, narrow = (json.loads(plan_tool(*asked, "--memory", size)) for size in ("80GB", "5GB"))
     for report in (wide, narrow):
         rows = report["ranked"]
         assert report["looked_at"] == len(rows) + sum(report["left_out"].values())
@@ -107,14 +90,14 @@ def test_a_sweep(run) -> None:
         assert speeds == sorted(speeds, reverse=True) and len(set(speeds)) > 1
     assert len(narrow["ranked"]) < len(wide["ranked"])
     assert narrow["left_out"].keys() >= {"weights, gradients and optimizer alone are too large"}
-    assert "layouts, " in run(*asked[:-1], "--memory", "80GB", "--width", "140")
+    assert "layouts, " in plan_tool(*asked[:-1], "--memory", "80GB", "--width", "140")
 
 
-def test_what_is_taken_as_simpler_is_said(run) -> None:
+def test_what_is_taken_as_simpler_is_said(plan_tool) -> None:
     """Where it holds, and only there: Transformer Engine's layers, and shares that were not worked out."""
     plain = [BENCH, "parallel.dp=2", "optim.zero=1", "--device", "h200", "--json"]
     many = [*plain, "parallel.dp=4096", "model.backend=te", "model.dropout=0.0"]
-    said, more = (json.loads(run(*asked))["assumptions"] for asked in (plain, many))
+    said, more = (json.loads(plan_tool(*asked))["assumptions"] for asked in (plain, many))
     assert any("bf16 products: set by hand" in line for line in said)
     for words in ("Transformer Engine's layers are taken as native", "ZeRO over 4,096 replicas"):
         assert not any(words in line for line in said) and sum(words in line for line in more) == 1, (words, more)
@@ -144,5 +127,5 @@ def test_layers_that_do_not_divide() -> None:
         (["nothing.yaml"], "nothing.yaml"),
     ],
 )
-def test_what_it_refuses(run, arguments: list[str], words: str) -> None:
-    assert words in run(*arguments, code=2)
+def test_what_it_refuses(plan_tool, arguments: list[str], words: str) -> None:
+    assert words in plan_tool(*arguments, code=2)

@@ -25,36 +25,18 @@ from tools.common import ROOT
 PAPER = ["--stages", "8", "--microbatches", "24", "--costs", "18.522,18.086,9.337,0.601"]
 
 
-@pytest.fixture
-def run(capsys):
-    def call(*arguments: str, code: int = 0) -> str:
-        try:
-            got = tool.main(arguments)
-        except SystemExit as stop:
-            got = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        assert got == code, err
-        if code:
-            assert out == "" and err.startswith("error: ") and err.count("\n") == 1, "one clear line"
-            return err
-        assert err == ""
-        return out
-
-    return call
-
-
-def test_json_of_the_paper_s_first_row(run) -> None:
+def test_json_of_the_paper_s_first_row(plan_tool) -> None:
     for name, rate, peak in (("1f1b", 0.2431, 8), ("zb-h1", 0.1585, 8), ("zb-h2", 0.1083, 15), ("zb-v", 0.0728, 8)):
-        report = json.loads(run("--schedule", name, *PAPER, "--json"))
+        report = json.loads(plan_tool("--schedule", name, *PAPER, "--json"))
         assert report["valid"] is True and round(report["bubble_rate"], 4) == rate
         assert max(report["peak_activations"]) == peak and len(report["peak_activations"]) == 8
         assert report["makespan"] >= report["cost"] and report["makespan_bubble_rate"] >= report["bubble_rate"]
         assert report["notes"] == [] and "auto" not in report
 
 
-def test_json_has_the_actions(run) -> None:
+def test_json_has_the_actions(plan_tool) -> None:
     """They are the plan: parsed again they are valid and give the same numbers."""
-    report = json.loads(run("--schedule", "zb-v", "--stages", "3", "--microbatches", "4", "--costs", "4,2,2,1", "--json"))
+    report = json.loads(plan_tool("--schedule", "zb-v", "--stages", "3", "--microbatches", "4", "--costs", "4,2,2,1", "--json"))
     rows = [[parse_action(word) for word in row] for row in report["actions"]]
     plan = make_plan("zb-v", rows, SCHEDULES["zb-v"].placement(3), 4)
     assert plan.fingerprint() == report["fingerprint"] == build_plan("zb-v", 3, 4).fingerprint()
@@ -63,32 +45,32 @@ def test_json_has_the_actions(run) -> None:
     assert "published for 5 microbatches" in report["notes"][0]
 
 
-def test_published_and_engine_form_of_1f1b(run) -> None:
+def test_published_and_engine_form_of_1f1b(plan_tool) -> None:
     arguments = ["--schedule", "1f1b", "--stages", "2", "--microbatches", "2", "--csv"]
-    assert run(*arguments) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
-    assert run(*arguments, "--w-delay", "0") == "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1W0,1F1,1I1,1W1\n"
-    assert run(*arguments, "--w-delay", "stage") == "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
+    assert plan_tool(*arguments) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+    assert plan_tool(*arguments, "--w-delay", "0") == "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1W0,1F1,1I1,1W1\n"
+    assert plan_tool(*arguments, "--w-delay", "stage") == "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
 
 
-def test_csv(run) -> None:
+def test_csv(plan_tool) -> None:
     """One row per rank; lowered it is the whole plan, and reads back."""
     size = ["--stages", "2", "--microbatches", "3"]
-    out = run("--schedule", "interleaved-1f1b", "--chunks", "3", *size, "--csv", "--w-delay", "0")
+    out = plan_tool("--schedule", "interleaved-1f1b", "--chunks", "3", *size, "--csv", "--w-delay", "0")
     assert [len(row) for row in csv.reader(io.StringIO(out))] == [27, 27]
-    lowered = run("--schedule", "zb-h2", *size, "--csv", "--lowered")
+    lowered = plan_tool("--schedule", "zb-h2", *size, "--csv", "--lowered")
     assert tuple(map(tuple, from_csv(lowered))) == build_plan("zb-h2", 2, 3).actions
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
-def test_every_schedule_is_drawn(run, name: str) -> None:
+def test_every_schedule_is_drawn(plan_tool, name: str) -> None:
     """Small ones with a name on each piece of work, in Unicode; all with the summary."""
-    out = run("--schedule", name, "--stages", "3", "--microbatches", "4", "--width", "120")
+    out = plan_tool("--schedule", name, "--stages", "3", "--microbatches", "4", "--width", "120")
     assert "rank 2" in out and "F3" in out and "··" in out and f"{name}: 3 stages, 4 microbatches: valid, no deadlock" in out
     assert max(map(len, out.splitlines())) <= 120 + 40 and "bubble rate" in out
 
 
-def test_large_steps_are_drawn_whole(run) -> None:
-    out = run("--schedule", "zb-h1", *PAPER, "--width", "100")
+def test_large_steps_are_drawn_whole(plan_tool) -> None:
+    out = plan_tool("--schedule", "zb-h1", *PAPER, "--width", "100")
     rows = [line for line in out.splitlines() if line.startswith("rank ")]
     assert len(rows) == 8 and {len(row) for row in rows} == {100}
     assert all(block in out for block in "█▒░·")
@@ -104,10 +86,10 @@ def test_blocks_show_what_takes_most_of_a_column() -> None:
     assert coarse[1:3] == ["rank 0  █·", "rank 1  ·▒"]
 
 
-def test_svg(run, tmp_path: Path) -> None:
+def test_svg(plan_tool, tmp_path: Path) -> None:
     """Well-formed; a box per piece of work with its name, within the picture, no two of a rank on top of each other."""
     file = tmp_path / "zb-v.svg"
-    run("--schedule", "zb-v", "--stages", "3", "--microbatches", "4", "--svg", str(file), "--csv")
+    plan_tool("--schedule", "zb-v", "--stages", "3", "--microbatches", "4", "--svg", str(file), "--csv")
     root = ElementTree.fromstring(file.read_text(encoding="utf-8"))
     space = "{http://www.w3.org/2000/svg}"
     boxes: dict[float, list[tuple[float, float, str]]] = {}
@@ -129,47 +111,49 @@ def test_svg_text_is_escaped() -> None:
     ElementTree.fromstring(svg(plan, simulate(plan, 1, 1, 1), "a < b & c"))
 
 
-def test_auto(run) -> None:
+def test_auto(plan_tool) -> None:
     p, m, times, _, h1, *_ = ROWS[0]
-    report = json.loads(run("--schedule", "auto", *PAPER, "--memory-limit", "8", "--effort", "0.05", "--json"))
+    report = json.loads(plan_tool("--schedule", "auto", *PAPER, "--memory-limit", "8", "--effort", "0.05", "--json"))
     assert report["bubble_rate"] < 0.0728 < h1 and max(report["peak_activations"]) <= p
     assert round(report["auto"]["named"]["zb-v"], 4) == 0.0728 and "zb-h2" not in report["auto"]["named"]
     assert report["auto"]["lower_bound"] <= report["cost"] and 0 <= report["auto"]["at_most_above_optimum"] < 0.02
 
 
-def test_auto_prints_its_distance(run) -> None:
+def test_auto_prints_its_distance(plan_tool) -> None:
     arguments = ["--schedule", "auto", "--stages", "2", "--microbatches", "3", "--costs", "5,4,3,0.5"]
-    out = run(*arguments, "--memory-limit", "2", "--placements", "linear")
+    out = plan_tool(*arguments, "--memory-limit", "2", "--placements", "linear")
     assert "at most 2.33 % above the optimum (lower bound 43)" in out
     assert "0.00 % above the optimum of this placement (44)" in out
     assert "named schedules within the limit: 1f1b" in out and "made from: zb-h1" in out
-    whole = json.loads(run(*arguments, "--objective", "makespan", "--json"))
+    whole = json.loads(plan_tool(*arguments, "--objective", "makespan", "--json"))
     assert whole["auto"]["lower_bound"] <= whole["makespan"]
 
 
-def test_uneven_stages_and_bytes(run) -> None:
+def test_uneven_stages_and_bytes(plan_tool) -> None:
     report = json.loads(
-        run(
+        plan_tool(
             "--schedule", "auto", "--stages", "2", "--microbatches", "4", "--costs", "1:2,0:2,1:2,0.1", "--memory", "2GiB,1GiB",
             "--memory-limit", "5GiB", "--placements", "linear", "--json",
         )
     )  # fmt: skip
     assert max(report["peak_activations"]) <= 2.5 and report["cost"] >= 24
-    plain = json.loads(run("--schedule", "zb-h1", "--stages", "2", "--microbatches", "4", "--costs", "1:2,1:2,1:2,0", "--json"))
+    small = "--schedule", "zb-h1", "--stages", "2", "--microbatches", "4"
+    plain = json.loads(plan_tool(*small, "--costs", "1:2,1:2,1:2,0", "--json"))
     assert plain["cost"] == 24
 
 
-def test_w_of_several_microbatches_as_one_product(run) -> None:
+def test_w_of_several_microbatches_as_one_product(plan_tool) -> None:
     sizes = "--stages", "2", "--microbatches", "5"
-    report = json.loads(run("--schedule", "1f1b", *sizes, "--coalesce-w", "2", "--json"))
+    report = json.loads(plan_tool("--schedule", "1f1b", *sizes, "--coalesce-w", "2", "--json"))
     plan = build_plan("1f1b", 2, 5, coalesce_w=2)
     assert (report["coalesce_w"], report["fingerprint"]) == (2, plan.fingerprint())
     assert report["w_slots"] == [sum(slots.w_slots.count.values()) for slots in plan.slots] == [4, 2]
-    assert "coalesce_w" not in json.loads(run("--schedule", "1f1b", *sizes, "--json"))
-    assert "W of 2 microbatches as one product; W-slots per rank: 4 2" in run("--schedule", "1f1b", *sizes, "--coalesce-w", "2")
-    proved = run("--schedule", "1f1b", *sizes, "--coalesce-w", "2", "--check")
+    assert "coalesce_w" not in json.loads(plan_tool("--schedule", "1f1b", *sizes, "--json"))
+    drawn = plan_tool("--schedule", "1f1b", *sizes, "--coalesce-w", "2")
+    assert "W of 2 microbatches as one product; W-slots per rank: 4 2" in drawn
+    proved = plan_tool("--schedule", "1f1b", *sizes, "--coalesce-w", "2", "--check")
     assert proved.startswith("1f1b: 2 stages, 5 microbatches, window step, coalesce_w 2: proved")
-    assert "--plan FILE says all that --coalesce-w would" in run("--check", "--plan", "x", "--coalesce-w", "2", code=2)
+    assert "--plan FILE says all that --coalesce-w would" in plan_tool("--check", "--plan", "x", "--coalesce-w", "2", code=2)
 
 
 @pytest.mark.parametrize(
@@ -207,9 +191,9 @@ def test_w_of_several_microbatches_as_one_product(run) -> None:
         (["--what"], "required|unrecognized"),
     ],
 )
-def test_errors_are_one_line_and_exit_2(run, arguments: list[str], reason: str) -> None:
+def test_errors_are_one_line_and_exit_2(plan_tool, arguments: list[str], reason: str) -> None:
     sizes = [] if arguments == ["--what"] else ["--stages", "2", "--microbatches", "4"]
-    assert re.search(reason, run(*sizes, *arguments, code=2))
+    assert re.search(reason, plan_tool(*sizes, *arguments, code=2))
 
 
 @pytest.mark.parametrize(
@@ -227,8 +211,8 @@ def test_errors_are_one_line_and_exit_2(run, arguments: list[str], reason: str) 
         (["--schedule", "1f1b", "--check", "--effort", "1"], "--effort goes with --schedule auto"),
     ],
 )
-def test_options_that_would_be_ignored(run, arguments: list[str], reason: str) -> None:
-    assert reason in run(*arguments, "--stages", "2", "--microbatches", "4", code=2)
+def test_options_that_would_be_ignored(plan_tool, arguments: list[str], reason: str) -> None:
+    assert reason in plan_tool(*arguments, "--stages", "2", "--microbatches", "4", code=2)
 
 
 def test_as_a_program() -> None:
@@ -253,30 +237,30 @@ def rejected(capsys, *arguments: str) -> str:
     return out
 
 
-def test_check_prints_a_line_per_property(run) -> None:
-    out = run(*SMALL)
+def test_check_prints_a_line_per_property(plan_tool) -> None:
+    out = plan_tool(*SMALL)
     first, *lines = out.splitlines()
     assert first.startswith("zb-h1: 2 stages, 3 microbatches, window step: proved for every interleaving, ")
     assert [line.split()[0] for line in lines] == PROPERTIES
     assert "  leases      12 microbatches of a chunk consumed exactly once, F then I then W" in lines
-    report = json.loads(run(*SMALL, "--window", "microbatch", "--json"))
+    report = json.loads(plan_tool(*SMALL, "--window", "microbatch", "--json"))
     assert report["valid"] is True and list(report["proved"]) == PROPERTIES and report["window"] == "microbatch"
     assert report["proved"]["leases"] == 12 and report["proved"]["messages"] == 12
-    auto = json.loads(run("--schedule", "auto", *SMALL[2:], "--effort", "0.05", "--json"))
+    auto = json.loads(plan_tool("--schedule", "auto", *SMALL[2:], "--effort", "0.05", "--json"))
     assert auto["valid"] is True and auto["proved"]["leases"] == 12 * auto["proved"]["caches"] // 24
 
 
-def test_check_of_files(run, capsys, tmp_path: Path) -> None:
+def test_check_of_files(plan_tool, capsys, tmp_path: Path) -> None:
     """A stored plan, a checkpoint's manifest or folder, and a plan with effects of its own, sound and broken."""
     plan = build_plan("1f1b", 2, 2, 1)
     stored, folder, effects = tmp_path / "plan.json", tmp_path / "step_00000001", tmp_path / "effects.json"
     stored.write_text(plan.to_json())
     folder.mkdir()
     (folder / "manifest.json").write_text(json.dumps({"format": 1, "meta": {"plan": plan.to_json()}}))
-    proved = json.loads(run("--plan", str(stored), "--check", "--json", "--effects", str(effects)))["proved"]
+    proved = json.loads(plan_tool("--plan", str(stored), "--check", "--json", "--effects", str(effects)))["proved"]
     for file in (folder, folder / "manifest.json", effects):
-        assert json.loads(run("--plan", str(file), "--check", "--json"))["proved"] == proved
-    assert run("--plan", str(effects), "--check").startswith("1f1b with effects of its own: 2 stages")
+        assert json.loads(plan_tool("--plan", str(file), "--check", "--json"))["proved"] == proved
+    assert plan_tool("--plan", str(effects), "--check").startswith("1f1b with effects of its own: 2 stages")
     text = effects.read_text()
     assert text.count('"wait compute e3",') == 1
     effects.write_text(text.replace('"wait compute e3",', '"wait recv_F e3",', 1))
@@ -291,11 +275,11 @@ def test_check_of_files(run, capsys, tmp_path: Path) -> None:
     assert rejected(capsys, "--plan", str(stored), "--check").startswith("rejected at rank 0, position ")
 
 
-def test_check_with_mutants(run) -> None:
-    out = run("--schedule", "1f1b", "--stages", "1", "--microbatches", "1", "--check", "--mutants", "40")
+def test_check_with_mutants(plan_tool) -> None:
+    out = plan_tool("--schedule", "1f1b", "--stages", "1", "--microbatches", "1", "--check", "--mutants", "40")
     assert out.splitlines()[-1].startswith("all 40 ") and out.splitlines()[-1].endswith(" 0") and "MISSED" not in out
     arguments = ["--schedule", "1f1b", "--stages", "2", "--microbatches", "2", "--check", "--json", "--mutants", "30"]
-    mutants = json.loads(run(*arguments))["mutants"]
+    mutants = json.loads(plan_tool(*arguments))["mutants"]
     assert mutants["total"] == 30 and mutants["survivors_wrong"] == mutants["rejected_without_place"] == []
     parts = ("rejected_wrong", "rejected_by_rule", "rejected_without_program", "rejected_unknown")
     assert mutants["rejected"] == sum(mutants[part] for part in parts) == 30 - mutants["survivors_equal"]
@@ -326,7 +310,7 @@ def test_check_with_mutants(run) -> None:
         (["--schedule", "zb-x", "--stages", "1", "--microbatches", "1"], "unknown schedule 'zb-x'"),
     ],
 )
-def test_errors_of_check(run, tmp_path: Path, arguments: list[str], reason: str) -> None:
+def test_errors_of_check(plan_tool, tmp_path: Path, arguments: list[str], reason: str) -> None:
     program = {"effects": 1, "schedule": "x", "placement": [0], "microbatches": 1, "window": "step"}
     program["ranks"] = [["begin", "jump"]]
     files = {"OTHER": "{}", "EFFECTS": '{"effects": 1}', "LINE": json.dumps(program), "NEWER": '{"effects": 2}'}
@@ -336,7 +320,7 @@ def test_errors_of_check(run, tmp_path: Path, arguments: list[str], reason: str)
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     given = [str(tmp_path / word) if word in files else word for word in arguments]
-    assert re.search(reason, run("--check", *given, code=2))
+    assert re.search(reason, plan_tool("--check", *given, code=2))
 
 
 def test_a_stored_plan_that_claims_a_lot(capsys, tmp_path: Path) -> None:
@@ -346,6 +330,6 @@ def test_a_stored_plan_that_claims_a_lot(capsys, tmp_path: Path) -> None:
     assert "0F1 is missing" in rejected(capsys, "--plan", str(file), "--check")
 
 
-def test_what_belongs_to_check(run) -> None:
+def test_what_belongs_to_check(plan_tool) -> None:
     for word, value in (("--plan", "x"), ("--window", "step"), ("--effects", "x"), ("--mutants", "3")):
-        assert f"{word} goes with --check" in run(*SMALL[:-1], word, value, code=2)
+        assert f"{word} goes with --check" in plan_tool(*SMALL[:-1], word, value, code=2)
