@@ -31,6 +31,7 @@ def test_options_of_others_are_refused(words, capsys):
         (["curves", "--seeds", "1,x"], "--seeds 1,x: numbers from 1 on"),
         (["contract", "--layers", "2,0"], "--layers 2,0: numbers from 1 on"),
         (["kernels", "--parts", "norm"], "--parts and --tune-shapes say what --tune measures"),
+        (["products"], "products are measured on a GPU"),
         (["plans", "--plans", "8"], "--plans 8: STAGESxMICROBATCHES"),
     ],
 )

@@ -37,6 +37,20 @@ def kernels(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def products(arguments: argparse.Namespace) -> int:
+    """Matrix products by shape, for the ceilings of tools.plan; refuses where there is no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UsageError("products are measured on a GPU, and torch sees none here")
+    from tools.benchmarks import products as benchmark
+
+    report = {**header(arguments, torch.cuda.get_device_name()), **benchmark.measure(say)}
+    print(benchmark.table(report))
+    write(report, arguments.json)
+    return 0
+
+
 def tuning(arguments: argparse.Namespace) -> int:
     """Measures configurations of kernels and writes the table."""
     from qeffect_lm.kernels import tables
@@ -263,6 +277,12 @@ COMMANDS = (
             "--parts": {"metavar": "LIST", "help": "of --tune: products, tiles, norm, with commas (default: all)"},
             "--tune-shapes": {"metavar": "LIST", "help": "of --tune: hidden:MLP:tokens (default: four of the benchmarks)"},
         },
+    ),
+    Command(
+        "products",
+        "matrix products by shape: what tools.plan knows narrow ones by",
+        "F, I and W in FP8 of widths from 512 to 16384, the head's in bfloat16, and those of all experts of a layer.",
+        products,
     ),
     Command(
         "layers",
