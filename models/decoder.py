@@ -19,6 +19,7 @@ from qeffect_lm.layers.context import LayerContext
 from qeffect_lm.layers.dropout import KeyedDropout
 from qeffect_lm.layers.linear import SplitLinear
 from qeffect_lm.layers.te import TEBlock, TELinear
+from qeffect_lm.parallel.expert import ExpertParallel
 from qeffect_lm.parallel.tensor import TensorParallel
 
 
@@ -64,6 +65,7 @@ class Decoder:
         recompute: activations that I makes again, ``none``, ``full`` or ``selective`` (:mod:`qeffect_lm.layers.recompute`).
         recompute_layers: of which decoder layers; None: of all.
         tp: this rank's place among those that share each layer (``dataclasses.replace`` gives one); None: there are no others.
+        ep: this rank's place among those that share a layer's experts; None: every rank has all of them.
 
     Raises:
         UsageError: the backend cannot run a part, or a part cannot be cut over ranks.
@@ -87,6 +89,7 @@ class Decoder:
     recompute: str = "none"
     recompute_layers: tuple[int, ...] | None = None
     tp: TensorParallel | None = None
+    ep: ExpertParallel | None = None
 
     def __post_init__(self) -> None:
         if self.tp is not None:
@@ -118,7 +121,7 @@ class Decoder:
         selective = layer is not None and self.recomputes(layer) == "selective"
         return Place(
             name, self.hidden_size, self.num_layers, self.dtype, self.init_std, layer, recipe, kind, selective,
-            self.tp, self.vocab_size,
+            self.tp, self.vocab_size, self.ep,
         )  # fmt: skip
 
     def recomputes(self, layer: int) -> str:

@@ -22,6 +22,7 @@ class MoEPart:
     """
 
     slot = "moe"
+    parallel = True
 
     ffn_size: int
     experts: int
@@ -37,17 +38,18 @@ class MoEPart:
     def parameters(self, place: Place) -> list[ParameterSpec]:
         f, h = self.ffn_size, place.hidden_size
         router = (self.experts, h)
-        specs = [ParameterSpec(f"{place.name}.router.weight", router, place.init_std, True, (None, None))]
+        specs = [ParameterSpec(f"{place.name}.router.weight", router, place.init_std, True, (None, None), summed="tokens")]
         for e in range(self.experts):
             mine = place.matrix(f"experts.{e}.gate_up", h, 2 * f, rows=((1, 0, f), (1, f, 2 * f)))
             mine += place.matrix(f"experts.{e}.down", f, h, residual=True)
-            specs += [replace(spec, active=(self.top_k, self.experts)) for spec in mine]
+            whole = {"axes": (None, None), "active": (self.top_k, self.experts), "expert": e}
+            specs += [replace(spec, **whole) for spec in mine]  # type: ignore[arg-type]
         return specs
 
     def build(self, place: Place) -> Layer:
         h, experts = place.hidden_size, []
         linears = replace(place, kind=ExpertLinear)
-        for e in range(self.experts):
+        for e in range(self.experts) if place.ep is None else place.ep.held(self.experts):
             gate_up = linears.linear(f"experts.{e}.gate_up", h, 2 * self.ffn_size)
             down = linears.linear(f"experts.{e}.down", self.ffn_size, h)
             assert isinstance(gate_up, ExpertLinear) and isinstance(down, ExpertLinear)
@@ -56,6 +58,6 @@ class MoEPart:
         losses = RouterLosses(self.balance, self.z, place.num_layers)
         router = Router(
             f"{place.name}.router", h, self.experts, self.top_k,
-            normalise=self.normalise, losses=losses, dtype=place.dtype,
+            normalise=self.normalise, losses=losses, dtype=place.dtype, parallel=place.ep, tp=place.tp,
         )  # fmt: skip
-        return MoE(place.name, router, experts, place.layer)
+        return MoE(place.name, router, experts, place.layer, place.ep)

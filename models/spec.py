@@ -25,6 +25,7 @@ from qeffect_lm.layers.linear import SplitLinear
 from qeffect_lm.layers.recompute import recomputed
 from qeffect_lm.optim.muon import RowBlock
 from qeffect_lm.parallel.cuts import Cut
+from qeffect_lm.parallel.expert import ExpertParallel
 from qeffect_lm.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from qeffect_lm.parallel.tensor import TensorParallel
 
@@ -35,7 +36,8 @@ class ParameterSpec:
 
     ``cut``: how tensor parallelism cuts the dimension whose axis is ``tp``; None: in equal pieces. ``summed``: of a parameter
     that every tensor-parallel rank holds whole, where its gradient there is a part of a sum: ``tokens`` where tokens are cut
-    (sequence parallelism), ``always`` where what it is applied to is cut otherwise, too.
+    (sequence parallelism), ``always`` where what it is applied to is cut otherwise, too. ``expert``: which of a layer's experts
+    it belongs to (``active`` says of how many); such a parameter lies on its expert's rank alone.
     """
 
     name: str
@@ -48,6 +50,7 @@ class ParameterSpec:
     active: tuple[int, int] = (1, 1)  # of so many such parameters (the second) a token uses the first: experts
     cut: Cut | None = None
     summed: str | None = None
+    expert: int | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Place:
         tp: the rank's place among those that share each layer; None: there are no others. Only parts that say ``parallel`` get
             one.
         vocab_size: of the model.
+        ep: the rank's place among those that share a layer's experts; None: every rank has all of them.
     """
 
     name: str
@@ -80,6 +84,7 @@ class Place:
     selective: bool = False
     tp: TensorParallel | None = None
     vocab_size: int = 0
+    ep: ExpertParallel | None = None
 
     @property
     def residual_std(self) -> float:

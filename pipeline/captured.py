@@ -69,9 +69,12 @@ def released_by(stage: Stage, w_slot: int, members: int, tensors: Iterable[torch
 
 
 def poison_(tensor: torch.Tensor) -> None:
-    """Fill with NaN, so that a use after release shows in the numbers (integers, which have none, are left)."""
+    """Fill with NaN, so that a use after release shows in the numbers; integers, which have none, with zeros: splits then say
+    that there are no rows."""
     if tensor.dtype.is_floating_point:
         if tensor.dtype.itemsize == 1:
             tensor.detach().view(torch.uint8).fill_(0x7F)  # NaN in E4M3 and in E5M2
         else:
             tensor.detach().fill_(float("nan"))
+    else:
+        tensor.detach().zero_()

@@ -29,8 +29,9 @@ class Groups:
     """Rows sorted by group.
 
     Attributes:
-        offsets: ``[groups + 1]`` int32; group g has the rows from ``offsets[g]`` to ``offsets[g + 1]``.
-        of_row: ``[rows]`` int64, the group of each row.
+        offsets: ``[groups + 1]`` int32; group g has the rows from ``offsets[g]`` to ``offsets[g + 1]``. Rows behind the last
+            group's are padding: they take part in nothing, and what a product leaves there means nothing.
+        of_row: ``[rows]`` int64, the group of each row; of padding the number of groups.
     """
 
     offsets: torch.Tensor
@@ -130,7 +131,8 @@ def quantise_groups(x: torch.Tensor, scale: torch.Tensor, fmt: Format, groups: G
         from qeffect_lm.kernels import grouped
 
         return Rows(grouped.quantise(x, scale, fmt, groups.of_row), scale.reciprocal())
-    q = (x.float() * scale[groups.of_row][:, None]).clamp_(-fmt.max, fmt.max).to(fmt.dtype)
+    of_row = groups.of_row.clamp(max=groups.count - 1)  # padding takes the last one's
+    q = (x.float() * scale[of_row][:, None]).clamp_(-fmt.max, fmt.max).to(fmt.dtype)
     return Rows(q, scale.reciprocal())
 
 

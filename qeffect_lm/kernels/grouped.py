@@ -122,12 +122,13 @@ def _accumulate_kernel(
 
 @triton.jit
 def _quantise_kernel(
-    x, scale, group_of_row, out, m, k, E5M2: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr
+    x, scale, group_of_row, out, m, k, count, E5M2: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr
 ):
     row, column = tile_offsets(tl.program_id(0), k, TILE_M, TILE_K)
     inside = row < m
     mask = inside[:, None] & (column < k)[None, :]
-    factor = tl.load(scale + tl.load(group_of_row + row, mask=inside, other=0), mask=inside, other=0.0)
+    group = tl.load(group_of_row + row, mask=inside, other=count)
+    factor = tl.load(scale + group, mask=group < count, other=0.0)  # of padding: zeros
     at = row.to(tl.int64)[:, None] * k + column[None, :]
     values = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + at, cast(values * factor[:, None], E5M2), mask=mask)
@@ -140,7 +141,7 @@ def quantise(x: torch.Tensor, scale: torch.Tensor, fmt: Format, group_of_row: to
     out = torch.empty(m, k, dtype=fmt.dtype, device=x.device)
     launched("grouped_quantise", x, scale, group_of_row, out)
     _quantise_kernel[DEFAULT_TILE.grid(m, k)](
-        x, scale, group_of_row, out, m, k,
+        x, scale, group_of_row, out, m, k, scale.numel(),
         E5M2=fmt.name == "E5M2", TILE_M=DEFAULT_TILE.rows, TILE_K=DEFAULT_TILE.columns, num_warps=DEFAULT_TILE.warps,
     )  # fmt: skip
     return out

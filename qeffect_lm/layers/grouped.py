@@ -58,15 +58,16 @@ class ExpertLinear(SplitLinear):
 
 @dataclass(frozen=True)
 class GroupOperands:
-    """What W needs: x and dY ``[rows, features]`` in stored precision, and which rows are whose. F leaves dY to I, and x too
-    where I makes it again."""
+    """What W needs: x and dY ``[rows, features]`` in stored precision, and which rows are whose: the splits of this microbatch,
+    on the device. F leaves dY to I, and x too where I makes it again."""
 
     groups: Groups
     x: Rows | None = None
     dy: Rows | None = None
 
     def tensors(self) -> list[torch.Tensor]:
-        return [tensor for rows in (self.x, self.dy) if rows is not None for tensor in rows.tensors()]
+        held = [tensor for rows in (self.x, self.dy) if rows is not None for tensor in rows.tensors()]
+        return [*held, self.groups.offsets]
 
 
 class GroupedLinear(Deferred):

@@ -7,7 +7,7 @@
 
 No expert has a capacity and no token is dropped: every expert takes as many rows as it gets, none included. No shape and no
 launch depends on the routing, so a captured graph serves all of them, and no sum is left to atomics, so results repeat bit for
-bit.
+bit. With expert parallelism (:mod:`qeffect_lm.parallel.expert`) rows travel to the ranks of their experts and back.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from qeffect_lm.layers.base import Layer
 from qeffect_lm.layers.context import LayerContext
 from qeffect_lm.layers.grouped import ExpertLinear, GroupedLinear
 from qeffect_lm.layers.router import STATISTICS, Router
+from qeffect_lm.parallel.expert import Dispatch, ExpertParallel
 
 
 class Expert(Layer):
@@ -35,7 +36,7 @@ class Expert(Layer):
 
 @dataclass(frozen=True)
 class Routing:
-    """Where rows go.
+    """Where rows go, all experts being here.
 
     Attributes:
         groups: rows by expert.
@@ -55,29 +56,58 @@ class Routing:
         offsets = torch.searchsorted(of_row, bounds, out_int32=True)
         return cls(Groups(offsets, of_row), order, torch.sort(order).indices.view_as(experts))
 
-    def spread(self, x: torch.Tensor) -> torch.Tensor:
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.groups.offsets, self.groups.of_row, self.order, self.rows
+
+    def of_tensors(self, tensors: tuple[torch.Tensor, ...]) -> Routing:
+        """The same again, of what :meth:`tensors` gave."""
+        offsets, of_row, order, rows = tensors
+        return Routing(Groups(offsets, of_row), order, rows)
+
+    def spread(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """``[tokens, features]`` → the rows, ``[rows, features]``."""
         return x.index_select(0, self.order // self.rows.shape[1])
 
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[rows, features]`` → each token's rows added, ``[tokens, features]``; in float32 or wider, rounded once."""
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        total = rows.index_select(0, self.rows[:, 0]).to(wide)
-        for j in range(1, self.rows.shape[1]):
-            total = total + rows.index_select(0, self.rows[:, j]).to(wide)
-        return total.to(rows.dtype)
-
-    def weights_of_rows(self, weights: torch.Tensor) -> torch.Tensor:
+    def weights_of_rows(self, weights: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """``[tokens, k]`` → ``[rows, 1]``."""
         return weights.reshape(-1).index_select(0, self.order)[:, None]
 
+    def collect(self, rows: torch.Tensor, context: LayerContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[rows, features]`` → all rows of the tokens here, and where among them each token's lie, ``[tokens, k]``."""
+        return rows, self.rows
+
+    def weights_of_tokens(self, of_rows: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        """``[rows]`` → ``[tokens, k]``."""
+        return of_rows.index_select(0, self.rows.reshape(-1)).view_as(self.rows)
+
+
+def added(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Each token's rows added: ``[rows, features]`` and their places ``[tokens, k]`` → ``[tokens, features]``; in float32 or
+    wider, rounded once."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    total = rows.index_select(0, places[:, 0]).to(wide)
+    for j in range(1, places.shape[1]):
+        total = total + rows.index_select(0, places[:, j]).to(wide)
+    return total.to(rows.dtype)
+
 
 class MoE(Layer):
-    """``sum over the k experts of weight * expert(x)``, for ``[..., hidden]``; of decoder layer ``layer``."""
+    """``sum over the k experts of weight * expert(x)``, for ``[..., hidden]``; of decoder layer ``layer``.
 
-    def __init__(self, name: str, router: Router, experts: list[Expert], layer: int | None = None) -> None:
+    ``experts`` are all, or with ``parallel`` those of this rank, in order of number.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        router: Router,
+        experts: list[Expert],
+        layer: int | None = None,
+        parallel: ExpertParallel | None = None,
+    ) -> None:
         super().__init__(name)
         self.router, self.layer = router, layer
+        self.parallel = None if parallel is None or parallel.size == 1 else parallel
         self.experts = nn.ModuleList(experts)
         self.gate_up = GroupedLinear(f"{name}.experts.gate_up", [expert.gate_up for expert in experts])
         self.down = GroupedLinear(f"{name}.experts.down", [expert.down for expert in experts])
@@ -86,6 +116,21 @@ class MoE(Layer):
     def tail(self) -> GroupedLinear:
         return self.down
 
+    @property
+    def collectives(self) -> dict[str, tuple[str, ...]]:
+        """What F and I of it always exchange, as the scope is told."""
+        if self.parallel is None:
+            return {}
+        there, back = ("dispatch", "weights", "combine"), ("dispatch", "combine", "weights")
+        return {kind: tuple(f"{self.name}.{what}" for what in said) for kind, said in (("F", ("splits", *there)), ("I", back))}
+
+    def routing(self, numbers: torch.Tensor, context: LayerContext) -> Routing | Dispatch:
+        """Where the rows of tokens with these experts ``[tokens, k]`` go."""
+        here = Routing.of(numbers, self.router.experts)
+        if self.parallel is None:
+            return here
+        return self.parallel.dispatched(numbers, here.order, here.rows, self.router.experts, context, self.name)
+
     def forward(
         self, x: torch.Tensor, context: LayerContext, norm: Layer | None = None, *, residual: bool = False
     ) -> torch.Tensor:
@@ -93,8 +138,7 @@ class MoE(Layer):
         entering = x if norm is None else norm(x, context)
         flat = entering.reshape(-1, entering.shape[-1])
         weights, numbers = self.router(flat, context)
-        routing = Routing.of(numbers, len(self.experts))
-        y = _Experts.apply(flat, weights, self, routing, context).view_as(x)
+        y = _Experts.apply(flat, weights, self, self.routing(numbers, context), context).view_as(x)
         return x + y if residual else y
 
 
@@ -103,31 +147,33 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weights: torch.Tensor, moe: MoE, routing: Routing, context: LayerContext
+        ctx: Any, x: torch.Tensor, weights: torch.Tensor, moe: MoE, routing: Routing | Dispatch, context: LayerContext
     ) -> torch.Tensor:
-        hidden = moe.gate_up.product(routing.spread(x), routing.groups, context)
-        row_weights = routing.weights_of_rows(weights)
+        hidden = moe.gate_up.product(routing.spread(x, context), routing.groups, context)
+        row_weights = routing.weights_of_rows(weights, context)
         activation = (_activated(hidden)[0] * row_weights).to(x.dtype)
-        y = routing.gather(moe.down.product(activation, routing.groups, context))
-        groups = routing.groups
-        ctx.save_for_backward(hidden, row_weights, groups.offsets, groups.of_row, routing.order, routing.rows)
-        ctx.moe, ctx.context = moe, context
-        return y
+        rows = moe.down.product(activation, routing.groups, context)
+        ctx.save_for_backward(hidden, row_weights, *routing.tensors())
+        ctx.moe, ctx.routing, ctx.context = moe, routing.of_tensors((x.new_empty(0),) * len(routing.tensors())), context
+        rerun = context.rerun if context.training else None
+        if rerun is not None and not rerun.first and rerun.tail is moe.down:
+            return torch.zeros_like(x)  # the rows are zeros that nobody reads: they need not travel
+        return added(*routing.collect(rows, context))
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        hidden, row_weights, offsets, of_row, order, rows = ctx.saved_tensors
+        hidden, row_weights, *tensors = ctx.saved_tensors
         moe, context = ctx.moe, ctx.context
-        routing = Routing(Groups(offsets, of_row), order, rows)
-        d_weighted = moe.down.input_grad(routing.spread(dy), routing.groups, context).to(row_weights.dtype)
+        routing = ctx.routing.of_tensors(tuple(tensors))
+        d_weighted = moe.down.input_grad(routing.spread(dy, context), routing.groups, context).to(row_weights.dtype)
         activation, sigmoid, gate, up = _activated(hidden)
-        d_weights = (d_weighted * activation).sum(dim=-1).index_select(0, rows.reshape(-1)).view_as(rows)
+        of_rows = (d_weighted * activation).sum(dim=-1)
         d_activation = d_weighted * row_weights
         silu = gate * sigmoid
         d_gate = d_activation * up * (sigmoid + silu * (1 - sigmoid))
         d_hidden = torch.cat([d_gate, d_activation * silu], dim=-1).to(hidden.dtype)
-        dx = routing.gather(moe.gate_up.input_grad(d_hidden, routing.groups, context))
-        return dx, d_weights, None, None, None
+        dx = added(*routing.collect(moe.gate_up.input_grad(d_hidden, routing.groups, context), context))
+        return dx, routing.weights_of_tokens(of_rows, context), None, None, None
 
 
 def _activated(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -26,6 +26,8 @@ from qeffect_lm import kernels
 from qeffect_lm.fp8.grouped import Groups, Matrices, Rows, accumulate_grouped_mm, addresses, grouped_mm
 from qeffect_lm.layers.base import DirectGradLayer
 from qeffect_lm.layers.context import LayerContext
+from qeffect_lm.parallel.expert import ExpertParallel
+from qeffect_lm.parallel.tensor import TensorParallel
 
 STATISTICS = 2  # balance and z, before the counts of the experts
 
@@ -45,6 +47,10 @@ class Router(DirectGradLayer):
     The weight is never in FP8, and the logits are not rounded to a narrow dtype; its gradient is finished in I. ``statistics``
     (``[2 + experts]`` float64, bound at assembly) takes both losses, before their coefficients, and how many valid tokens each
     expert got, summed over the step's microbatches in the order of I.
+
+    Where several ranks have parts of a microbatch's tokens (``parallel``, ``tp``) each routes its own. The balance loss takes
+    how many tokens of the whole microbatch each expert got: one sum over those ranks, in I; ``statistics`` are this rank's
+    part.
     """
 
     statistics: torch.Tensor | None = None
@@ -59,12 +65,21 @@ class Router(DirectGradLayer):
         normalise: bool = True,
         losses: RouterLosses = RouterLosses(),
         dtype: torch.dtype = torch.float32,
+        parallel: ExpertParallel | None = None,
+        tp: TensorParallel | None = None,
     ) -> None:
         super().__init__(name)
+        self.parallel, self.tp = parallel, tp
         self.experts, self.top_k, self.normalise, self.losses = experts, top_k, normalise, losses
         self.weight = nn.Parameter(torch.zeros(experts, hidden, dtype=dtype))
         self.register_buffer("weight_table", None, persistent=False)
         self.register_buffer("grad_table", None, persistent=False)
+
+    @property
+    def collectives(self) -> dict[str, tuple[str, ...]]:
+        """What F and I of it always exchange, as the scope is told."""
+        cut = self.parallel is not None and self.parallel.cut > 1
+        return {"I": (f"{self.name}.sum",)} if cut else {}
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> tuple[torch.Tensor, torch.Tensor]:
         weights, experts = _Route.apply(x, self, context)
@@ -156,10 +171,14 @@ def _losses(
     divisor = context.divisor.to(logits.dtype)
     valid = torch.ones_like(logits[:, :1])
     if context.loss_mask is not None:
-        valid = context.loss_mask.reshape(-1, 1).to(logits.dtype)
-    tokens = valid.sum()
+        mask = context.loss_mask.reshape(-1, 1)
+        valid = mask[slice(None) if router.tp is None else router.tp.tokens(mask.shape[0])].to(logits.dtype)
     counts = (assigned * valid).sum(dim=0)
-    share = counts / tokens.clamp(min=1)  # of a microbatch of padding alone: 0
+    tokens, everywhere = valid.sum(), counts
+    if router.parallel is not None and router.parallel.cut > 1:  # whole numbers: their sum is exact in any order
+        told = router.parallel.sum_over_tokens(torch.cat([tokens[None], counts]), context, router.name)
+        tokens, everywhere = told[0], told[1:]
+    share = everywhere / tokens.clamp(min=1)  # of a microbatch of padding alone: 0
     size = torch.logsumexp(logits, dim=-1, keepdim=True)
     balance, z = router.losses.balance / router.losses.layers, router.losses.z / router.losses.layers
     part = valid / divisor  # a token's part of a mean over the step

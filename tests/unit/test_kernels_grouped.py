@@ -154,3 +154,28 @@ def test_whole_layer(recipe: bool) -> None:
             continue
         error = (got[name].double() - tensor.double()).norm() / tensor.double().norm()
         assert error < (0.05 if recipe else 0.005), (name, error)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+def test_rows_behind_the_last_group_take_part_in_nothing(fmt) -> None:
+    """Padding, NaN here: amax, scales, bytes, products and gradients of the rows before it are those without it."""
+    sizes, more = [40, 0, 33], 70
+    alone = groups_of(sizes)
+    padded = Groups(alone.offsets, torch.cat([alone.of_row, alone.of_row.new_full((more,), len(sizes))]))
+    x, dy = (values(sum(sizes), width, seed=3 + width, dtype=torch.bfloat16) for width in (K, N))
+    nothing = [torch.full((more, width), float("nan"), dtype=torch.bfloat16, device=DEVICE) for width in (K, N)]
+    plain = [values(N, K, seed=10 + g, dtype=torch.bfloat16) for g in range(3)]
+    weights = [quantise(w, torch.tensor(40.0, device=DEVICE), E4M3) for w in plain]
+    scales, stored = matrices([q.scale_inv for q in weights]), matrices([q.rows for q in weights])
+    made: list[list[torch.Tensor]] = []
+    for groups, rows in ((alone, [x, dy]), (padded, [torch.cat(both) for both in zip((x, dy), nothing, strict=True)])):
+        operands = [fp8(r, groups, f) for r, f in zip(rows, (E4M3, fmt), strict=True)]
+        y = grouped_mm(operands[0], stored, groups, torch.bfloat16, weight_scale_inv=scales)
+        grads = [torch.full((N, K), float("nan"), device=DEVICE) for _ in sizes]
+        accumulate_grouped_mm(matrices(grads), operands[1], operands[0], groups, 0)
+        amax = [amax_of_groups(r, groups) for r in rows]
+        kept = [operand.rows[: sum(sizes)].view(torch.uint8) for operand in operands]
+        made.append([*amax, *kept, *(o.scale_inv for o in operands), y[: sum(sizes)], *grads])
+    assert all(same_bits(a, b) for a, b in zip(*made, strict=True)) and bool(made[0][0].isfinite().all())
+    with reference():
+        assert same_bits(fp8(torch.cat([x, nothing[0]]), padded).rows[:73].view(torch.uint8), made[0][2])
