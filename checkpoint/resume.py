@@ -26,7 +26,7 @@ from qeffect_lm.contract.errors import ResumeError
 from qeffect_lm.contract.ledger import Ledger
 from qeffect_lm.graphs.document import first_difference
 from qeffect_lm.graphs.register import digest
-from qeffect_lm.parallel.mesh import Mesh
+from qeffect_lm.parallel.mesh import AXES, Mesh
 from qeffect_lm.runtime.rng import generator_tensors, load_generator_tensors
 from qeffect_lm.state import LogicalTensor, Role
 
@@ -133,7 +133,7 @@ def restore(
         GraphsDifferError: plan or graphs differ; names the first node that does.
         ResumeError: state is missing, does not fit, or what was rebuilt differs from what was saved.
     """
-    same_layout = checkpoint.meta.get("layout") == layout
+    same_layout = layout_of(checkpoint) == layout
     items = target.logical_tensors()
     if all(entry.role is not Role.STATISTIC for entry in checkpoint.manifest.tensors.values()):
         items = [item for item in items if item.role is not Role.STATISTIC]  # a guard that was off begins now
@@ -198,6 +198,12 @@ def prove(checkpoint: Checkpoint, items: Sequence[LogicalTensor], comm: Communic
         line = f"logical state of {len(live)} tensors equal to the checkpoint's, digest {state_digest(live)}"
     _raise_first(fault, comm)
     return str(comm.broadcast(line))
+
+
+def layout_of(checkpoint: Checkpoint) -> dict[str, int]:
+    """Axis → size of the run that saved it."""
+    saved = checkpoint.meta.get("layout")
+    return dict.fromkeys(AXES, 1) | saved if isinstance(saved, dict) else {}
 
 
 def _words(layout: Mapping[str, int]) -> str:
@@ -268,7 +274,8 @@ def _compare_graphs(checkpoint: Checkpoint, target: Resumable, rank: int) -> str
 
 def _generator_items(coords: dict[str, int]) -> list[LogicalTensor]:
     """This rank's generators, as they are now (copies)."""
-    place = ".".join(f"{axis}{coords[axis]}" for axis in sorted(coords))
+    # Coordinate 0 of cp is not named: checkpoints older than that axis have none.
+    place = ".".join(f"{axis}{coords[axis]}" for axis in sorted(coords) if axis != "cp" or coords[axis])
     return [
         LogicalTensor.whole(f"rng/{place}/{name}", tensor, Role.RNG, per_rank=True)
         for name, tensor in generator_tensors().items()

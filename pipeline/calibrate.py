@@ -68,7 +68,7 @@ def _run(engine: Engine, batch: StepInput) -> None:
     slots = {index: engine.stages[index].make_slot(Phase.CALIBRATE) for index in order}
     for index in order:
         stage, slot = engine.stages[index], slots[index]
-        slot.context.key.fill_(host_key("calibration", engine.mesh.coord("dp")))
+        slot.context.key.fill_(host_key("calibration", engine.mesh.coord("samples")))
         if slot.context.starts is not None and batch.starts is not None:
             slot.context.starts.copy_(batch.starts[0])
         if stage.first:

@@ -35,7 +35,7 @@ from qeffect_lm.errors import UsageError
 
 READ, WRITE, MERGE = Access.READ, Access.WRITE, Access.MAX_MERGE
 _SCALES = {"F": "forward", "I": "backward"}
-# What tensor-parallel peers do together: their communicator runs one such work after the other, in one order on all of them.
+# What peers do together: a communicator runs one such work after the other, in one order on all of them.
 _AMONG_PEERS = frozenset(("F", "I", "REDUCE", "REDUCE_F", "REDUCE_I", "REDUCE_G", "GATHER", "REFRESH"))
 
 
@@ -49,7 +49,8 @@ class Effects:
         replicas: there are some: the gradients of a chunk are reduced as soon as they are there, and not by REDUCE.
         tied: the rank holds a layer of a tied weight, whose gradients REDUCE adds and reduces.
         coalesce_w, microbatches: how many microbatches' W are one product; of how many that a step has.
-        tensor: there are tensor-parallel peers: F, I and what reduces use their communicator, and REFRESH merges amax.
+        peers: there are ranks with which F and I exchange: those and what reduces use their communicators, and REFRESH
+            merges amax.
     """
 
     def __init__(
@@ -62,9 +63,9 @@ class Effects:
         tied: bool = False,
         coalesce_w: int = 1,
         microbatches: int = 1,
-        tensor: bool = False,
+        peers: bool = False,
     ) -> None:
-        self._tensor = tensor
+        self._peers = peers
         self._reduced_early = replicas and not tied
         self._placement, self._chunks = placement, placement.chunks(rank)
         self._i, self._w = i_slots, w_slots
@@ -92,8 +93,8 @@ class Effects:
             accesses = self._of_rank(work)
         else:
             accesses = self._of_chunk(work, chunk, microbatch)
-        if self._tensor and work in _AMONG_PEERS:
-            accesses = (*accesses, (("communicator", "tp"), WRITE))
+        if self._peers and work in _AMONG_PEERS:
+            accesses = (*accesses, (("communicator", "peers"), WRITE))
         if scratch:
             accesses = (*accesses, (("workspace", stream), WRITE))
         return Op(LAUNCH, stream, work, chunk, microbatch, accesses)
@@ -172,7 +173,7 @@ class Effects:
             ),
             "REFRESH": (
                 *(("parameters", READ), ("scales_forward", READ), ("caches", WRITE)),
-                ("amax_forward", WRITE if self._tensor else MERGE),
+                ("amax_forward", WRITE if self._peers else MERGE),
             ),
         }
         return table[work]
@@ -188,10 +189,10 @@ def last_writers(actions: Sequence[Action]) -> dict[Action, int]:
     return {action: chunk for chunk, action in last.items()}
 
 
-def effects_of(plan: Plan, rank: int, replicas: bool = False, tied: bool = False, tensor: bool = False) -> Effects:
+def effects_of(plan: Plan, rank: int, replicas: bool = False, tied: bool = False, peers: bool = False) -> Effects:
     """The access lists of a plan's rank."""
     i_slots, w_slots = plan.slots[rank].i_slots.index, plan.slots[rank].w_slots.index
-    return Effects(plan.placement, rank, i_slots, w_slots, replicas, tied, plan.coalesce_w, plan.microbatches, tensor)
+    return Effects(plan.placement, rank, i_slots, w_slots, replicas, tied, plan.coalesce_w, plan.microbatches, peers)
 
 
 def program(plan: Plan, caches: bool = True, replicas: bool = False) -> Program:
@@ -211,23 +212,23 @@ def program(plan: Plan, caches: bool = True, replicas: bool = False) -> Program:
 
 
 def rank_program(
-    plan: Plan, rank: int, caches: bool = True, replicas: bool = False, tied: bool = False, tensor: bool = False
+    plan: Plan, rank: int, caches: bool = True, replicas: bool = False, tied: bool = False, peers: bool = False
 ) -> tuple[Op, ...]:
     """One rank's part of :func:`program`."""
     if any(action.kind is Kind.B for action in plan.actions[rank]):
         raise UsageError("the engine runs I and W, this plan holds B: split it first")
-    return _Row(plan, rank, replicas, tied, tensor).write(plan.actions[rank], caches)
+    return _Row(plan, rank, replicas, tied, peers).write(plan.actions[rank], caches)
 
 
 class _Row:
     """One rank's program while it is written; mirrors :mod:`pipeline.engine`, action by action."""
 
-    def __init__(self, plan: Plan, rank: int, replicas: bool, tied: bool, tensor: bool) -> None:
+    def __init__(self, plan: Plan, rank: int, replicas: bool, tied: bool, peers: bool) -> None:
         self._plan, self._placement = plan, plan.placement
         self._completes = last_writers(plan.actions[rank]) if replicas else {}
         self._slots = plan.slots[rank]
         self._chunks = set(plan.placement.chunks(rank))
-        self._effects = effects_of(plan, rank, replicas, tied, tensor)
+        self._effects = effects_of(plan, rank, replicas, tied, peers)
         self._ops: list[Op] = []
         self._events = 0
         self._pending: dict[tuple[str, int, int], tuple[Op, int]] = {}

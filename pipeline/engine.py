@@ -95,7 +95,7 @@ class Engine:
         self.rank = mesh.coord("pp")
         self.actions = plan.actions[self.rank]
         self._slots = plan.slots[self.rank]
-        self._effects = effects_of(plan, self.rank, end.replicated, end.tied is not None, end.tensor)
+        self._effects = effects_of(plan, self.rank, end.replicated, end.tied is not None, end.exchanging)
         self._agreed = 0  # actions whose exchanges tensor-parallel peers have compared
         self._completes = last_writers(self.actions) if end.replicated else {}
         self.captured: Captured | None = None

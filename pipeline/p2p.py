@@ -136,7 +136,7 @@ class Transport:
 
 
 def gather_rows(rows: torch.Tensor, mine: torch.Tensor, mesh: Mesh, axis: str) -> None:
-    """All-gather ``mine`` ``[n]`` along ``axis`` into ``rows`` ``[size, n]``, in order of coordinate.
+    """All-gather ``mine`` ``[n]`` along an axis or a line into ``rows`` ``[size, n]``, in order of coordinate.
 
     Raises:
         PeerLostError: a peer of the axis was lost.
@@ -145,6 +145,5 @@ def gather_rows(rows: torch.Tensor, mine: torch.Tensor, mesh: Mesh, axis: str) -
     if group is None:
         rows[0].copy_(mine)
         return
-    others = [rank for rank in mesh.peers(axis) if rank != mesh.rank]
-    with naming(others, f"a gather over {axis}"):
+    with naming(mesh.others(axis), f"a gather over {axis}"):
         dist.all_gather(list(rows.unbind(0)), mine.contiguous(), group=group)

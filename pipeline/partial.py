@@ -38,7 +38,7 @@ class PartialSums:
     """
 
     def __init__(self, flat: FlatBuffers, mesh: Mesh) -> None:
-        self._group, self._others = mesh.group("tp"), [rank for rank in mesh.peers("tp") if rank != mesh.rank]
+        self._group, self._others = mesh.group("tp"), mesh.others("tp")
         self.buffers: dict[int, torch.Tensor] = {}
         self._parts: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # (gradient, its place in the buffer)
         for chunk in sorted({flat.entry(name).spec.group for name in flat.trainable_names}):
@@ -77,19 +77,19 @@ class PartialSums:
 
 
 def agree_on_collectives(ledger: Ledger, end: StepEnd, agreed: int) -> int:
-    """What F and I exchange with tensor-parallel peers, the same in the same order on all of them: compared after a capture,
+    """What F and I exchange with their peers, the same in the same order on all of them: compared after a capture,
     and in eager execution after the first step, while there are more than ``agreed`` of them. Returns how many there are.
 
     Raises:
         CollectiveError: on every peer.
     """
     count = len(ledger.collectives.known)
-    if not end.tensor or count == agreed:
+    if not end.exchanging or count == agreed:
         return agreed
     told = ledger.collectives.listed()
     if not end.agree_on_(host_key(repr(told)) >> 1):
         raise CollectiveError(
-            "tensor-parallel peers exchange different things, or in another order: start all ranks with the same configuration "
+            "peers exchange different things, or in another order: start all ranks with the same configuration "
             f"and version of this program ({count} actions here, {sum(len(names) for _, names in told)} exchanges)"
         )
     return count

@@ -65,7 +65,7 @@ def prove(subject: Plan | Program) -> Proof:
     return _proof(subject, checks, messages)
 
 
-def prove_rank(plan: Plan, rank: int, replicas: bool = False, tied: bool = False, tensor: bool = False) -> None:
+def prove_rank(plan: Plan, rank: int, replicas: bool = False, tied: bool = False, peers: bool = False) -> None:
     """The part of :func:`prove` that concerns one rank's engine; messages and progress follow from the plan's own rules, which
     :meth:`Plan.validate` has checked. When every rank has done it for itself, the plan is proved.
 
@@ -73,7 +73,7 @@ def prove_rank(plan: Plan, rank: int, replicas: bool = False, tied: bool = False
         PlanError: at the first illegal operation.
     """
     about = plan.placement, plan.microbatches, plan.window, plan.allow_unordered, plan.coalesce_w
-    check = RankCheck(rank_program(plan, rank, replicas=replicas, tied=tied, tensor=tensor), rank, *about)
+    check = RankCheck(rank_program(plan, rank, replicas=replicas, tied=tied, peers=peers), rank, *about)
     for _ in range(STEPS):
         check.run()
 

@@ -114,9 +114,9 @@ class RankCheck:
         self._chunks = self._placement.chunks(rank)
         self._last = self._placement.num_chunks - 1
         self._early = any(op.work == "REDUCE_G" for op in row)
-        tensor = any(buffer == ("communicator", "tp") for op in row for buffer, _ in op.accesses)
+        peers = any(buffer == ("communicator", "peers") for op in row for buffer, _ in op.accesses)
         places = _AnySlot(), _AnySlot()
-        self._shapes = Effects(self._placement, rank, *places, self._early, False, coalesce_w, microbatches, tensor)
+        self._shapes = Effects(self._placement, rank, *places, self._early, False, coalesce_w, microbatches, peers)
         self._required: dict[tuple[str, int | None, bool], frozenset] = {}
         # Equal lists of accesses are one object, so that what is known of one is known of all: there are few, one for each work
         # and place, and many operations.

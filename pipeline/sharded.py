@@ -23,18 +23,18 @@ from qeffect_lm.parallel.peers import naming
 
 
 class ShardExchange:
-    """The exchanges of one rank along the mesh's axis ``dp``.
+    """The exchanges of one rank with the replicas of a mesh.
 
     Args:
         flat: sharded buffers.
-        mesh: with a process group along ``dp``.
+        mesh: with a process group along ``replicas``.
     """
 
     def __init__(self, flat: FlatBuffers, mesh: Mesh) -> None:
         assert flat.buckets is not None
         self._grads, self._params = flat.grad_buffer, flat.param_buffer
-        self._group, self._rank, self._peers = mesh.group("dp"), mesh.coord("dp"), mesh.peers("dp")
-        self._others = [rank for rank in self._peers if rank != mesh.rank]
+        self._group, self._rank, self._peers = mesh.group("replicas"), mesh.coord("replicas"), mesh.peers("replicas")
+        self._others = mesh.others("replicas")
         self.buckets = [bucket for bucket in flat.buckets.buckets if bucket.trainable]
         most = max([bucket.sizes[self._rank] for bucket in self.buckets], default=0)
         self.received = torch.zeros(len(self._peers) * most, dtype=self._grads.dtype, device=flat.device)
@@ -47,7 +47,7 @@ class ShardExchange:
         """
         for number, bucket in enumerate(self.buckets):
             if bucket.group == chunk:
-                with naming(self._others, f"the reduction of gradient bucket {number} over dp"):
+                with naming(self._others, f"the reduction of gradient bucket {number} over the replicas"):
                     self._reduce(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
@@ -70,7 +70,7 @@ class ShardExchange:
             PeerLostError: a replica was lost.
         """
         for number, bucket in enumerate(self.buckets):
-            with naming(self._others, f"the exchange of parameter bucket {number} over dp"):
+            with naming(self._others, f"the exchange of parameter bucket {number} over the replicas"):
                 for owner, peer in enumerate(self._peers):
                     start, stop = bucket.piece(owner)
                     if start < stop:
@@ -82,5 +82,5 @@ class ShardExchange:
         Raises:
             PeerLostError: a replica was lost.
         """
-        with naming(self._others, "the sum of norms over dp"):
+        with naming(self._others, "the sum of norms over the replicas"):
             dist.all_reduce(values, group=self._group)

@@ -91,7 +91,7 @@ class StepEnd:
         self.row_losses = torch.zeros(microbatches, rows, dtype=wide, device=device) if rows else None
         # This replica's routing, number of non-finite amax and loss.
         self._mine = torch.zeros(more + 2, dtype=wide, device=device)
-        self._replicas = torch.zeros(mesh.size("dp"), more + 2, dtype=wide, device=device)
+        self._replicas = torch.zeros(mesh.size("data"), more + 2, dtype=wide, device=device)
         # One row per stage and tensor-parallel rank: block sums and, of the first such rank, routing, number of non-finite amax
         # slots, loss.
         self._row = torch.zeros(self._blocks + more + 2, dtype=wide, device=device)
@@ -108,8 +108,13 @@ class StepEnd:
 
     @property
     def replicated(self) -> bool:
-        """Whether there are replicas to reduce gradients over."""
-        return self._mesh.group("dp") is not None
+        """Whether gradients are reduced over ranks that train on other tokens."""
+        return self._mesh.group("data") is not None
+
+    @property
+    def exchanging(self) -> bool:
+        """Whether F and I exchange with other ranks."""
+        return self._mesh.size("peers") > 1
 
     @property
     def tensor(self) -> bool:
@@ -122,22 +127,28 @@ class StepEnd:
         return [] if self._partial is None else self._partial.chunks
 
     def reduce_gradients_(self, chunk: int) -> None:
-        """Sum a chunk's main gradients over dp, on our own buffers; before that over tp those of which each peer has a part.
-        ``TIED``: of parameters that other layers' weights are."""
+        """Sum a chunk's main gradients, on our own buffers: over tp those of which each peer has a part, over ep all but
+        experts', and all over dp and cp. ``TIED``: of parameters that other layers' weights are."""
         if self._partial is not None:
             self._partial.sum_(chunk)
+        self._all_reduce(chunk, "ep")
         if self._exchange is not None:
             self._exchange.reduce_(chunk)
+        else:
+            self._all_reduce(chunk, "replicas")
+
+    def _all_reduce(self, chunk: int, axis: str) -> None:
+        """In place, what the ranks of an axis or a line hold alike of a chunk; nothing where that is this rank alone."""
+        group = self._mesh.group(axis)
+        if group is None:
             return
-        group = self._mesh.group("dp")
-        assert group is not None, "only replicas reduce"
-        with naming(self._others("dp"), f"the reduction of chunk {chunk}'s gradients over dp"):
-            for start, stop in self._flat.ranges(chunk):
+        with naming(self._mesh.others(axis), f"the reduction of chunk {chunk}'s gradients over {axis}"):
+            for start, stop in self._flat.ranges(chunk, axis):
                 dist.all_reduce(self._flat.grad_buffer[start:stop], group=group)
 
     def reduce_(self) -> None:
         """What is reduced at the step's end: without replicas, gradients of which each tp peer has a part; gradients of tied
-        weights, added over their layers and then over dp; open amax slots, max-merged over dp and tp."""
+        weights, added over their layers and then over replicas; open amax slots, max-merged."""
         if self._partial is not None and not self.replicated:
             for chunk in self._partial.chunks:
                 self._partial.sum_(chunk)
@@ -148,17 +159,17 @@ class StepEnd:
         self.reduce_amax_()
 
     def reduce_amax_(self, directions: Iterable[Direction] = tuple(Direction)) -> None:
-        """Max-merge open amax slots over dp and tp (never over pipeline stages, whose roles differ).
+        """Max-merge open amax slots over all ranks of a pipeline stage (never over stages, whose roles differ).
 
         A NaN becomes an infinity first: a library's MAX may lose a NaN, and then ranks would disagree.
         """
-        for axis in ("dp", "tp"):
+        for axis in ("dp", "ep", "cp", "tp"):
             group = self._mesh.group(axis)
             if group is not None and self._timeline.roles:
                 for direction in directions:
                     slots = self._timeline.open_amax[self._timeline.rows(direction)]
                     slots.nan_to_num_(nan=float("inf"), posinf=float("inf"))
-                    with naming(self._others(axis), f"the reduction of amax over {axis}"):
+                    with naming(self._mesh.others(axis), f"the reduction of amax over {axis}"):
                         dist.all_reduce(slots, op=dist.ReduceOp.MAX, group=group)
 
     def merge_weight_amax_(self) -> None:
@@ -167,21 +178,18 @@ class StepEnd:
         group = self._mesh.group("tp")
         if group is not None and self._timeline.roles:
             slots = self._timeline.open_amax[self._timeline.rows(Direction.FORWARD)]
-            with naming(self._others("tp"), "the merge of weights' amax over tp"):
+            with naming(self._mesh.others("tp"), "the merge of weights' amax over tp"):
                 dist.all_reduce(slots, op=dist.ReduceOp.MAX, group=group)
 
     def agree_on_(self, number: int) -> bool:
-        """Whether all tp peers have the same 63-bit number; a host synchronisation."""
+        """Whether all peers have the same 63-bit number; a host synchronisation."""
         mine = torch.tensor([number], dtype=torch.int64, device=self._flat.device)
-        rows = torch.zeros(self._mesh.size("tp"), 1, dtype=torch.int64, device=self._flat.device)
-        gather_rows(rows, mine, self._mesh, "tp")
+        rows = torch.zeros(self._mesh.size("peers"), 1, dtype=torch.int64, device=self._flat.device)
+        gather_rows(rows, mine, self._mesh, "peers")
         return bool((rows == number).all())
 
-    def _others(self, axis: str) -> list[int]:
-        return [rank for rank in self._mesh.peers(axis) if rank != self._mesh.rank]
-
     def gather_loss_(self) -> None:
-        gather_rows(self._replicas, self._mine, self._mesh, "dp")
+        gather_rows(self._replicas, self._mine, self._mesh, "data")
 
     def gather_(self) -> None:
         """Every stage's row to every stage. Of shards each block's sum comes from its owner, to which the others add zeros."""

@@ -176,7 +176,7 @@ def make(engine: Engine, graph: Graph, optimizer: bool, marks: Sequence[Mark] = 
     place = cut(engine.actions, optimizer)
     inside, rest = engine.actions[:place], engine.actions[place:]
     replicas, tied = engine.end.replicated, engine.end.tied is not None
-    program = rank_program(engine.plan, engine.rank, bool(engine.cache.names), replicas, tied, engine.end.tensor)
+    program = rank_program(engine.plan, engine.rank, bool(engine.cache.names), replicas, tied, engine.end.exchanging)
     if rest:
         end = next(place for place, op in enumerate(program) if op.work == "SUM")
         program = program[:end]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field
@@ -100,7 +101,14 @@ class ParallelConfig(Section):
         "With tp above 1: norms, dropout and the residual stream are cut along tokens. false: every rank has all tokens.",
         on_resume="warn",
     )
-    ep: int = _key(1, "Expert-parallel ranks (training supports 1).", on_resume="refuse", unit="ranks", ge=1)
+    ep: int = _key(
+        1, "Expert-parallel ranks: a layer's experts lie on ep x tp of them; the rest of the model is replicated over ep, each "
+        "rank with samples of its own, as over dp (docs/moe.md).", on_resume="warn", unit="ranks", ge=1,
+    )  # fmt: skip
+    cp: int = _key(
+        1, "Context-parallel ranks: every sequence is cut into so many parts (docs/context-parallel.md).", on_resume="warn",
+        unit="ranks", ge=1,
+    )  # fmt: skip
     bucket_mib: float = _key(
         64.0,
         "With optim.zero 1: main gradients that are reduced at once, and parameters exchanged at once. Results do not depend "
@@ -114,7 +122,17 @@ class ParallelConfig(Section):
     @property
     def world(self) -> int:
         """The number of ranks that the layout needs."""
-        return self.pp * self.dp * self.tp * self.ep
+        return math.prod(self.sizes.values())
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis → ranks, slowest axis first."""
+        return {"pp": self.pp, "dp": self.dp, "ep": self.ep, "cp": self.cp, "tp": self.tp}
+
+    @property
+    def samples(self) -> int:
+        """The number of ranks with samples of their own (those of one stage, and of tp and cp peers one)."""
+        return self.dp * self.ep
 
 
 class CostsConfig(Section):

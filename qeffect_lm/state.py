@@ -48,7 +48,7 @@ class LogicalTensor:
     global_shape: tuple[int, ...]
     start: tuple[int, ...]
     axes: tuple[str | None, ...]
-    replicated: tuple[str, ...] = field(default=("dp", "tp"))
+    replicated: tuple[str, ...] = field(default=("dp", "ep", "cp", "tp"))
     per_rank: bool = False
     copy: bool = False
 

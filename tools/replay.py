@@ -128,7 +128,7 @@ def world_of(checkpoint: Checkpoint, overrides: Sequence[str]) -> int:
 
     with tempfile.TemporaryDirectory(prefix="qeffect-replay-") as folder:
         parallel = replay_config(checkpoint, overrides, Path(folder)).parallel
-    return parallel.pp * parallel.dp * parallel.tp * parallel.ep
+    return parallel.world
 
 
 def chosen(results: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -210,14 +210,14 @@ def make_timeline(
 
 def mesh_of(config: Config, rank: int = 0) -> Mesh:
     """The mesh of a configuration's layout, as ``rank`` sees it; its groups are yet to be made."""
-    parallel = config.parallel
-    return Mesh({"pp": parallel.pp, "dp": parallel.dp, "tp": parallel.tp}, rank)
+    return Mesh(config.parallel.sizes, rank)
 
 
 def check_supported(config: Config) -> None:
     """Refuse what the configuration knows and training does not, yet."""
-    if config.parallel.ep > 1:
-        raise UsageError(f"parallel.ep={config.parallel.ep}: training supports ep=1 only, so far: set it to 1")
+    for axis in ("ep", "cp"):
+        if getattr(config.parallel, axis) > 1:
+            raise UsageError(f"parallel.{axis}={getattr(config.parallel, axis)}: training supports 1 only, so far: set it to 1")
 
 
 def assemble(
@@ -250,7 +250,7 @@ def assemble(
     model = build_model(config, recipe, dtype, tp)
     if config.contract.mode != "off":
         # All ranks together prove the plan, before anything is allocated.
-        prove_rank(plan, mesh.coord("pp"), replicas=mesh.group("dp") is not None, tied=bool(model.ties), tensor=tp is not None)
+        prove_rank(plan, mesh.coord("pp"), replicas=mesh.size("data") > 1, tied=bool(model.ties), peers=mesh.size("peers") > 1)
     counts = config.chunk_layers(plan.placement.num_chunks)
     chunks = {i: _chunk(model, device, i, counts) for i in plan.placement.chunks(mesh.coord("pp"))}
     specs = {spec.name: spec for spec in model.parameters()}
@@ -310,8 +310,8 @@ def assemble(
         first=any(stage.first for stage in stages.values()),
         last=any(stage.last for stage in stages.values()),
         seed=config.run.seed,
-        replica=mesh.coord("dp"),
-        replicas=mesh.size("dp"),
+        replica=mesh.coord("samples"),
+        replicas=mesh.size("samples"),
         masked=any(stage.masked for stage in stages.values()),
         documents=config.data.documents == "reset",
     )
@@ -358,9 +358,9 @@ def _flat_storages(
 
 def shard_of(config: Config, mesh: Mesh) -> Shard | None:
     """The part of the optimizer's state that a rank holds; None for all of it (``optim.zero`` 0, or a single replica)."""
-    if not config.optim.zero or mesh.size("dp") == 1:
+    if not config.optim.zero or mesh.size("replicas") == 1:
         return None
-    return Shard(mesh.size("dp"), mesh.coord("dp"), int(config.parallel.bucket_mib * 2**20))
+    return Shard(mesh.size("replicas"), mesh.coord("replicas"), int(config.parallel.bucket_mib * 2**20))
 
 
 def _bind_parameters(chunk: torch.nn.Module, flat: FlatBuffers) -> None:

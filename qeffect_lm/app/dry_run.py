@@ -34,7 +34,7 @@ def describe(config: Config, gradients: bool = False) -> str:
     counts = config.chunk_layers(plan.placement.num_chunks)
     total, active = sum(prod(spec.shape) for spec in specs.values()), active_parameters(specs.values())
     used = [f"of them {active:,} take part in a token: of experts those that it goes through"] if active < total else []
-    tokens = config.data.seq_len * config.data.microbatch_size * plan.microbatches * config.parallel.dp
+    tokens = config.data.seq_len * config.data.microbatch_size * plan.microbatches * config.parallel.samples
     result = simulate(plan, 1.0, 1.0, 1.0, 0.0)
     parts = [
         "configuration (resolved)",

@@ -79,7 +79,7 @@ def data_of(assembly: Assembly, mesh: Mesh, batch: StepBatch) -> dict[str, str]:
     """SHA-256 of this replica's microbatches, each by its place in the step over all replicas, as keys and samples go by it."""
     told: dict[str, str] = {}
     for microbatch, key in enumerate(assembly.engine.inputs.keys.tolist()):
-        place = f"microbatch {microbatch * mesh.size('dp') + mesh.coord('dp')}"
+        place = f"microbatch {microbatch * mesh.size('samples') + mesh.coord('samples')}"
         names = ["inputs", "targets", "loss_mask", *["starts"] * (batch.starts is not None)]
         told |= {f"{place} {name}": digest(getattr(batch, name)[microbatch]) for name in names}
         told[f"{place} random key"] = str(key)

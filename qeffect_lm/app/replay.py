@@ -16,7 +16,7 @@ import torch
 
 from checkpoint import Checkpoint
 from checkpoint.record import Part, StepRecord, differing, flatten
-from checkpoint.resume import contract_meta, is_saved, saved_state
+from checkpoint.resume import contract_meta, is_saved, layout_of, saved_state
 from checkpoint.saved_run import check_saved_run
 from qeffect_lm.app import recording
 from qeffect_lm.app.assemble import check_supported
@@ -129,7 +129,7 @@ def _step(checkpoint: Checkpoint, config: Config, env: LaunchEnv, control: str |
 
 def _before(run: Run, checkpoint: Checkpoint) -> tuple[Part, ...]:
     """What is in memory now against what was saved, of all ranks; on rank 0, elsewhere nothing."""
-    same_layout = checkpoint.meta.get("layout") == run.layout()
+    same_layout = layout_of(checkpoint) == run.layout()
     items = saved_state(run.assembly, run.mesh.coords) if same_layout else run.assembly.logical_tensors()
     odd = [item.name for item in items if item.name in checkpoint.manifest.tensors and not is_saved(checkpoint, item)]
     gathered = run.comm.gather((odd, {item.name for item in items}))

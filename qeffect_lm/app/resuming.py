@@ -131,7 +131,7 @@ def check_config(config: Config, checkpoint: Checkpoint, env: LaunchEnv, say: Ca
     before, now = _step_samples(checkpoint.meta["config"]), _step_samples(config.to_dict())
     another = (
         f"a step takes {now} sequences now, {before} before: the same batch needs parallel.dp x "
-        f"pipeline.microbatches = {before // config.data.microbatch_size}"
+        f"parallel.ep x pipeline.microbatches = {before // config.data.microbatch_size}"
     )
     if before != now and not config.data.accept_batch:
         raise UsageError(f"{another}, or set data.accept_batch=true to go on with another one")
@@ -145,8 +145,8 @@ def check_config(config: Config, checkpoint: Checkpoint, env: LaunchEnv, say: Ca
 
 def _step_samples(config: Mapping[str, Any]) -> int:
     """Sequences of one optimizer step, of a configuration as plain data."""
-    replicas, microbatches = config["parallel"]["dp"], config["pipeline"]["microbatches"]
-    return int(replicas * microbatches * config["data"]["microbatch_size"])
+    replicas = config["parallel"]["dp"] * config["parallel"].get("ep", 1)
+    return int(replicas * config["pipeline"]["microbatches"] * config["data"]["microbatch_size"])
 
 
 def plan_of(checkpoint: Checkpoint | None, mesh: Mesh, config: Config) -> Plan | None:

@@ -230,7 +230,7 @@ def describe_run(run: Run) -> str:
     specs = run.assembly.model.parameters()
     total, active = sum(prod(spec.shape) for spec in specs), active_parameters(specs)
     parameters = f"{total:,} parameters" + (f" ({active:,} of them active)" if active < total else "")
-    tokens = config.data.seq_len * config.data.microbatch_size * plan.microbatches * config.parallel.dp
+    tokens = config.data.seq_len * config.data.microbatch_size * plan.microbatches * config.parallel.samples
     layout = " ".join(f"{axis}={size}" for axis, size in run.layout().items() if size > 1) or "one process"
     fp8 = config.precision.fp8
     numbers = config.precision.dtype if fp8.recipe == "none" else f"FP8 {fp8.recipe} ({fp8.window})"

@@ -48,7 +48,7 @@ def make_loader(config: Config, mesh: Mesh, gpu: bool = False) -> StepLoader:
     workers = config.data.workers
     return StepLoader(
         [samples_of(config, open_dataset(prefix, "data.train")) for prefix in prefixes],
-        StepShape(config.data.microbatch_size, config.pipeline.microbatches, mesh.coord("dp"), mesh.size("dp")),
+        StepShape(config.data.microbatch_size, config.pipeline.microbatches, mesh.coord("samples"), mesh.size("samples")),
         seed=config.run.seed,
         weights=weights,
         vocab_size=config.model.vocab_size,

@@ -118,7 +118,7 @@ class Watcher:
         if watch is not None and watch.marks:
             mine["busy"] = 1000 * watch.busy()
         # Replicas and tensor-parallel peers have the same scales; underflow is told of the first peer's pieces.
-        first = self._mesh.coord("dp") == self._mesh.coord("tp") == 0
+        first = self._mesh.coord("replicas") == self._mesh.coord("tp") == 0
         if first and self._windows is not None:
             mine["windows"] = self._windows
         if first and self._underflow:
@@ -182,7 +182,7 @@ class Watcher:
             "device": device_name(self._device),
             "parameters": self._total,
             "active_parameters": active_parameters(specs),
-            "tokens_per_step": data.seq_len * data.microbatch_size * plan.microbatches * config.parallel.dp,
+            "tokens_per_step": data.seq_len * data.microbatch_size * plan.microbatches * config.parallel.samples,
             "flop_per_token": self._flop,
             "peak_flops": self.peak,
             "peak_format": None if self.peak is None else self.format,

@@ -1,4 +1,4 @@
-"""What F and I exchange with tensor-parallel peers: declared beforehand, complete at each action's end, in one order.
+"""What F and I exchange with other ranks: declared beforehand, complete at each action's end, in one order.
 
 A collective is met by its peers' in the order in which each of them calls: one that is left out, or that comes in another order
 on one rank, leaves a part where a sum should be, or meets the wrong one, unnoticed where sizes agree.
@@ -30,7 +30,7 @@ class Collectives:
         action = f"{chunk}{kind}{microbatch}"
         if missing:
             layer, _, what = min(missing).rpartition(".")
-            message = f"{action} ended without the {what} of {layer!r} over tp: what it computed with is a part"
+            message = f"{action} ended without the {what} of {layer!r} among its peers: what it computed with is a part"
             return CollectiveError(message, layer=layer, chunk=chunk, microbatch=microbatch)
         if (kind, chunk) not in self._declared and not told:
             return None
@@ -39,7 +39,7 @@ class Collectives:
             return None
         place = next((i for i, (a, b) in enumerate(zip(first, told, strict=False)) if a != b), min(len(first), len(told)))
         now, before = (names[place] if place < len(names) else "nothing" for names in (told, first))
-        message = f"{action} exchanges {now} over tp, as number {place}, where earlier ones exchanged {before}"
+        message = f"{action} exchanges {now} with its peers, as number {place}, where earlier ones exchanged {before}"
         return CollectiveError(message, chunk=chunk, microbatch=microbatch)
 
     def listed(self) -> list[tuple[str, tuple[str, ...]]]:

@@ -90,7 +90,7 @@ class GradSlotError(ContractViolation):
 
 
 class CollectiveError(ContractViolation):
-    """An exchange with tensor-parallel peers left out, in another order than before, or not the peers'."""
+    """An exchange of F or I with its peers left out, in another order than before, or not the peers'."""
 
 
 class PlanError(ContractViolation):

@@ -121,7 +121,7 @@ class Optimizer(ABC):
     def logical_tensors(self) -> list[LogicalTensor]:
         """The optimizer's own saved state (the buffers list theirs): ``optimizer/step``, equal on every
         rank."""
-        replicated = ("dp", "pp", "tp", "ep")
+        replicated = ("pp", "dp", "ep", "cp", "tp")
         return [LogicalTensor.whole("optimizer/step", self.step, Role.COUNTER, replicated=replicated)]
 
     def _update_scalars(self, total_norm: torch.Tensor, finite: torch.Tensor) -> None:

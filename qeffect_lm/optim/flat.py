@@ -26,9 +26,11 @@ import torch
 
 from qeffect_lm.optim.buckets import BucketPlan, Span, boxes, plan_buckets
 from qeffect_lm.parallel.cuts import Piece, length_of
+from qeffect_lm.parallel.mesh import axes_of
 from qeffect_lm.state import LogicalTensor, Role
 
 ALIGNMENT_BYTES = 256
+REPLICATED = ("dp", "ep", "cp", "tp")  # the axes over which every rank of a stage holds a parameter that none of them cuts
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class ParamSpec:
     updated. ``group`` is the pipeline chunk whose work completes its gradient. ``tied_to`` names the parameter that
     this weight is (tied embeddings). Where a rank's part of the one dimension that is cut is several ``pieces``, they say
     which, in local order, and ``start`` is the first one's. ``summed``: every tensor-parallel rank holds it whole, and the
-    gradient there is a part of their sum.
+    gradient there is a part of their sum. ``replicated``: the axes over which every rank holds it, or its piece, unless they
+    cut it.
     """
 
     name: str
@@ -56,6 +59,7 @@ class ParamSpec:
     tied_to: str | None = None
     pieces: tuple[Piece, ...] = ()
     summed: bool = False
+    replicated: tuple[str, ...] = REPLICATED
 
     @property
     def numel(self) -> int:
@@ -229,13 +233,15 @@ class FlatBuffers:
         """Whether every master is here whole: not where masters are sharded."""
         return self.buckets is None or not self.separate_params
 
-    def ranges(self, group: int) -> list[tuple[int, int]]:
-        """Where the main gradients of a group lie, padding included: ascending ranges of elements, neighbours joined."""
-        starts = [(self.entries[name].offset, self.entries[name].spec.group) for name in self.trainable_names]
-        stops = [start for start, _ in starts[1:]] + [self.grad_buffer.numel()]
+    def ranges(self, group: int, axis: str = "dp") -> list[tuple[int, int]]:
+        """Where the main gradients of a group lie that all ranks of an axis (or line) hold, padding included: ascending ranges
+        of elements, neighbours joined."""
+        entries = [self.entries[name] for name in self.trainable_names]
+        stops = [entry.offset for entry in entries[1:]] + [self.grad_buffer.numel()]
         found: list[tuple[int, int]] = []
-        for (start, owner), stop in zip(starts, stops, strict=True):
-            if owner != group:
+        for entry, stop in zip(entries, stops, strict=True):
+            start = entry.offset
+            if entry.spec.group != group or not set(axes_of(axis)) <= set(entry.spec.replicated):
                 continue
             if found and found[-1][1] == start:
                 start = found.pop()[0]
@@ -381,7 +387,8 @@ class FlatBuffers:
             for begin, extent in boxes(spec.shape, start, stop):
                 size = math.prod(extent)
                 for piece in self._logical(name, buffer[at : at + size].view(extent), role, spec, begin):
-                    parts.append(replace(piece, replicated=tuple(axis for axis in piece.replicated if axis != "dp")))
+                    elsewhere = tuple(axis for axis in piece.replicated if axis not in axes_of("replicas"))
+                    parts.append(replace(piece, replicated=elsewhere))
                 at += size
         return parts
 
@@ -440,7 +447,7 @@ class FlatBuffers:
                     global_shape=spec.global_shape or spec.shape,
                     start=start,
                     axes=axes,
-                    replicated=tuple(axis for axis in ("dp", "tp", "ep") if axis not in axes),
+                    replicated=tuple(axis for axis in spec.replicated if axis not in axes),
                     copy=copy,
                 )
             )

@@ -87,5 +87,5 @@ class SpikeGate:
     def logical_tensors(self) -> list[LogicalTensor]:
         """The saved statistics, equal on every rank."""
         parts = (("count", self.count), ("mean", self.mean), ("variance", self.variance))
-        replicated = ("dp", "pp", "tp", "ep")
+        replicated = ("pp", "dp", "ep", "cp", "tp")
         return [LogicalTensor.whole(f"spikes/{name}", t, Role.STATISTIC, replicated=replicated) for name, t in parts]

@@ -53,8 +53,7 @@ class TensorParallel:
         size, rank = mesh.size("tp"), mesh.coord("tp")
         if size == 1:
             return None
-        others = tuple(peer for peer in mesh.peers("tp") if peer != mesh.rank)
-        return TensorParallel(size, rank, sequence, mesh.group("tp"), others)
+        return TensorParallel(size, rank, sequence, mesh.group("tp"), tuple(mesh.others("tp")))
 
     def tokens(self, total: int) -> slice:
         """The tokens of a microbatch that this rank holds between products."""

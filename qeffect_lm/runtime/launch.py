@@ -193,11 +193,12 @@ def _expand_item(item: str, whole: str) -> Iterator[str]:
 
 
 def check_world(parallel: ParallelConfig, world: int) -> None:
-    """Raise :class:`UsageError` unless pp*dp*tp*ep ranks were started; the message says how to mend it."""
-    wanted = parallel.pp * parallel.dp * parallel.tp * parallel.ep
+    """Raise :class:`UsageError` unless pp*dp*ep*cp*tp ranks were started; the message says how to mend it."""
+    wanted = parallel.world
     if wanted == world:
         return
-    layout = f"parallel.pp {parallel.pp} x dp {parallel.dp} x tp {parallel.tp} x ep {parallel.ep} = {wanted}"
+    sizes = " x ".join(f"{axis} {size}" for axis, size in parallel.sizes.items())
+    layout = f"parallel.{sizes} = {wanted}"
     if wanted == 1:
         remedy = "start one process (python train.py CONFIG)"
     else:

@@ -177,7 +177,7 @@ class Ranks:
             monkeypatch.setattr("qeffect_lm.app.assemble.Transport", lambda *_, t=transport: t)
             mesh = Mesh(sizes, rank)
             if sizes["dp"] > 1:
-                mesh._groups["dp"] = SimpleNamespace(rank=rank)  # type: ignore[assignment]
+                mesh._groups |= dict.fromkeys(("dp", "data", "replicas"), SimpleNamespace(rank=rank))  # type: ignore[arg-type]
             self.parts.append(assemble(settings, mesh))
 
     def connect(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def test_the_world_must_fit_the_layout() -> None:
     with pytest.raises(UsageError) as caught:
         check_world(ParallelConfig(pp=2, dp=3), 4)
     text = str(caught.value)
-    assert "pp 2 x dp 3 x tp 1 x ep 1 = 6, but WORLD_SIZE = 4" in text
+    assert "pp 2 x dp 3 x ep 1 x cp 1 x tp 1 = 6, but WORLD_SIZE = 4" in text
     assert "torchrun --nproc-per-node 6" in text and "or set parallel.dp=2" in text
     with pytest.raises(UsageError, match=r"WORLD_SIZE = 3.*start one process") as caught:
         check_world(ParallelConfig(), 3)

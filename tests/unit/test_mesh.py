@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 from hypothesis import given
@@ -10,9 +11,9 @@ from hypothesis import strategies as st
 
 from qeffect_lm.errors import UsageError
 from qeffect_lm.parallel import mesh as mesh_module
-from qeffect_lm.parallel.mesh import AXES, Mesh
+from qeffect_lm.parallel.mesh import AXES, LINES, Mesh, axes_of
 
-SIZES = st.fixed_dictionaries({axis: st.integers(1, 3) for axis in AXES})
+SIZES = st.fixed_dictionaries({axis: st.integers(1, 3) for axis in AXES}).filter(lambda sizes: math.prod(sizes.values()) <= 54)
 
 
 def test_order_of_ranks():
@@ -55,8 +56,8 @@ def test_axes_not_named_have_size_one():
 
 @given(sizes=SIZES)
 def test_groups(sizes):
-    """All ranks create the same groups in the same order; each axis' groups partition the world; a rank's own
-    is that of its peers, and an axis of size 1 has none."""
+    """All ranks create the same groups in the same order; the groups of an axis or a line partition the world; a rank's own
+    is that of its peers, one of a single rank is none, and no two lines of the same ranks have two."""
     orders = []
     with pytest.MonkeyPatch.context() as patch:
         for rank in range(Mesh(sizes).world):
@@ -65,10 +66,14 @@ def test_groups(sizes):
             mesh = Mesh(sizes, rank)
             mesh.create_groups()
             orders.append(made)
-            for axis in AXES:
-                assert mesh.group(axis) == (mesh.peers(axis) if sizes[axis] > 1 else None)
+            for axis in (*AXES, *LINES):
+                assert mesh.group(axis) == (mesh.peers(axis) if mesh.size(axis) > 1 else None)
+                assert mesh.others(axis) == [peer for peer in mesh.peers(axis) if peer != rank]
+                assert mesh.peers(axis)[mesh.coord(axis)] == rank
     assert all(order == orders[0] for order in orders)
-    world, lengths = len(orders), [n for n in sizes.values() if n > 1]
+    world = len(orders)
+    kinds = {tuple(axis for axis in axes_of(line) if sizes[axis] > 1) for line in (*AXES, *LINES)} - {()}
+    lengths = [math.prod(sizes[axis] for axis in kind) for kind in kinds]
     assert len(orders[0]) == sum(world // n for n in lengths)
     assert sorted(itertools.chain(*orders[0])) == sorted(list(range(world)) * len(lengths))
 
@@ -76,7 +81,7 @@ def test_groups(sizes):
 @pytest.mark.parametrize(
     ("sizes", "rank", "message"),
     [
-        ({"pp": 2, "cp": 2}, 0, "unknown mesh axis 'cp': the axes are pp, dp, ep, tp"),
+        ({"pp": 2, "sp": 2}, 0, "unknown mesh axis 'sp': the axes are pp, dp, ep, cp, tp"),
         ({"pp": 0}, 0, "pp has size 0"),
         ({"pp": 2}, 2, "rank 2 is outside a mesh of 2 ranks"),
         ({"pp": 2}, -1, "rank -1 is outside"),

@@ -245,7 +245,7 @@ def test_state_and_clip_factor() -> None:
     assert (item.name, item.role, item.replicated) == (
         "optimizer/step",
         Role.COUNTER,
-        ("dp", "pp", "tp", "ep"),
+        ("pp", "dp", "ep", "cp", "tp"),
     )
     for norm, factor in ((0.25, 1.0), (2.0, 0.5 / (2.0 + 1e-6))):
         adamw.step_(torch.tensor(norm, dtype=torch.float64), FINITE)

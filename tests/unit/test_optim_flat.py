@@ -74,9 +74,9 @@ def test_logical_tensors() -> None:
     assert not any(item.name.startswith("param/") for item in FlatBuffers(SPECS).logical_tensors())
     item = listed["moment2/column"]
     assert (item.role, item.global_shape, item.start) == (Role.MOMENT, (8, 8), (4, 0))
-    assert item.axes == ("tp", None) and item.replicated == ("dp", "ep")
+    assert item.axes == ("tp", None) and item.replicated == ("dp", "ep", "cp")
     assert item.tensor.data_ptr() == flat.moment2("column").data_ptr()
-    assert listed["master/norm"].replicated == ("dp", "tp", "ep")
+    assert listed["master/norm"].replicated == ("dp", "ep", "cp", "tp")
 
 
 def test_table_and_sizes() -> None:

@@ -62,7 +62,8 @@ def test_another_batch_is_said_loudly(folder):
     code, said = run_here(folder, "half", "train.steps=8", "pipeline.microbatches=2", "data.accept_batch=true")
     assert code == 0 and checkpoint_of(folder, "half").meta["data"]["next_sample"] == 6 * 8 + 2 * 4
     (line,) = [line for line in said if line.startswith("WARNING")]
-    assert line.endswith("takes 4 sequences now, 8 before: the same batch needs parallel.dp x pipeline.microbatches = 4")
+    wanted = "parallel.dp x parallel.ep x pipeline.microbatches = 4"
+    assert line.endswith(f"takes 4 sequences now, 8 before: the same batch needs {wanted}")
     assert checkpoint_of(folder, "half").meta["data"]["batches"] == [[0, 8], [48, 4]]
 
 

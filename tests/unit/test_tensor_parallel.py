@@ -279,10 +279,10 @@ def test_exchanges_are_complete_and_in_one_order():
     known.declare("F", 0, ["a.gather", "b.scatter"])
     assert known.fault("F", 0, 0, ("a.gather", "b.scatter", "c.gather")) is None
     assert known.fault("F", 0, 1, ("a.gather", "b.scatter", "c.gather")) is None
-    assert "0F2 ended without the scatter of 'b' over tp" in str(known.fault("F", 0, 2, ("a.gather",)))
+    assert "0F2 ended without the scatter of 'b' among its peers" in str(known.fault("F", 0, 2, ("a.gather",)))
     said = str(known.fault("F", 0, 3, ("a.gather", "c.gather", "b.scatter")))
-    assert "0F3 exchanges c.gather over tp, as number 1, where earlier ones exchanged b.scatter" in said
-    assert "exchanges nothing over tp, as number 2" in str(known.fault("F", 0, 4, ("a.gather", "b.scatter")))
+    assert "0F3 exchanges c.gather with its peers, as number 1, where earlier ones exchanged b.scatter" in said
+    assert "exchanges nothing with its peers, as number 2" in str(known.fault("F", 0, 4, ("a.gather", "b.scatter")))
     assert known.fault("W", 0, 0, ()) is None and known.listed() == [("0F", ("a.gather", "b.scatter", "c.gather"))]
 
 
