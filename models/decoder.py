@@ -19,6 +19,7 @@ from qeffect_lm.layers.context import LayerContext
 from qeffect_lm.layers.dropout import KeyedDropout
 from qeffect_lm.layers.linear import SplitLinear
 from qeffect_lm.layers.te import TEBlock, TELinear
+from qeffect_lm.parallel.context import ContextParallel
 from qeffect_lm.parallel.expert import ExpertParallel
 from qeffect_lm.parallel.tensor import TensorParallel
 
@@ -31,13 +32,21 @@ class DecoderBlock(Layer):
     """
 
     def __init__(
-        self, name: str, attention_norm: Layer, attention: Layer, mlp_norm: Layer, mlp: Layer, dropout: float, before: int = 0
+        self,
+        name: str,
+        attention_norm: Layer,
+        attention: Layer,
+        mlp_norm: Layer,
+        mlp: Layer,
+        dropout: float,
+        before: int = 0,
+        cp: ContextParallel | None = None,
     ) -> None:
         super().__init__(name)
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
-        self.attention_dropout = KeyedDropout(f"{name}.attention_dropout", dropout, before)
-        self.mlp_dropout = KeyedDropout(f"{name}.mlp_dropout", dropout, before)
+        self.attention_dropout = KeyedDropout(f"{name}.attention_dropout", dropout, before, cp)
+        self.mlp_dropout = KeyedDropout(f"{name}.mlp_dropout", dropout, before, cp)
 
     @property
     def tail(self) -> Deferred | None:
@@ -66,9 +75,10 @@ class Decoder:
         recompute_layers: of which decoder layers; None: of all.
         tp: this rank's place among those that share each layer (``dataclasses.replace`` gives one); None: there are no others.
         ep: this rank's place among those that share a layer's experts; None: every rank has all of them.
+        cp: its place among those that each have a part of every sequence; None: there are no others.
 
     Raises:
-        UsageError: the backend cannot run a part, or a part cannot be cut over ranks.
+        UsageError: the backend cannot run a part, or a part cannot be cut over ranks, or does not know of parts of sequences.
     """
 
     hidden_size: int
@@ -90,6 +100,7 @@ class Decoder:
     recompute_layers: tuple[int, ...] | None = None
     tp: TensorParallel | None = None
     ep: ExpertParallel | None = None
+    cp: ContextParallel | None = None
 
     def __post_init__(self) -> None:
         if self.tp is not None:
@@ -98,6 +109,13 @@ class Decoder:
                     raise UsageError(
                         f"parallel.tp {self.tp.size}: {type(part).__name__} cannot be cut over tensor-parallel ranks: set "
                         "parallel.tp=1"
+                    )
+        if self.cp is not None:
+            for part in (self.embedding, self.attention):  # the others are about single tokens
+                if not getattr(part, "sequences", False):
+                    raise UsageError(
+                        f"parallel.cp {self.cp.size}: {type(part).__name__} does not say that it knows of sequences cut over "
+                        "ranks: set parallel.cp=1"
                     )
         if self.backend != "te":
             return
@@ -121,7 +139,7 @@ class Decoder:
         selective = layer is not None and self.recomputes(layer) == "selective"
         return Place(
             name, self.hidden_size, self.num_layers, self.dtype, self.init_std, layer, recipe, kind, selective,
-            self.tp, self.vocab_size, self.ep,
+            self.tp, self.vocab_size, self.ep, self.cp,
         )  # fmt: skip
 
     def recomputes(self, layer: int) -> str:
@@ -184,6 +202,6 @@ class Decoder:
         """Decoder layer ``i``."""
         attention_norm, attention, mlp_norm, mlp = (part.build(place) for part, place in self.slots(i))
         before = self.place(f"layers.{i}", i).before
-        block = DecoderBlock(f"layers.{i}", attention_norm, attention, mlp_norm, mlp, self.dropout, before)
+        block = DecoderBlock(f"layers.{i}", attention_norm, attention, mlp_norm, mlp, self.dropout, before, self.cp)
         block.recompute = self.recomputes(i) == "full"
         return block if self.backend == "native" else TEBlock(block)

@@ -21,6 +21,7 @@ from qeffect_lm.layers.loss import CrossEntropyLoss
 from qeffect_lm.layers.mlp import GatedMLP, PlainMLP
 from qeffect_lm.layers.norm import LayerNorm, RMSNorm
 from qeffect_lm.layers.rope import Rope
+from qeffect_lm.parallel.context import ContextParallel
 from qeffect_lm.parallel.cuts import Even, GroupedHeads, Vocabulary
 from qeffect_lm.parallel.linear import ColumnParallelLinear
 from qeffect_lm.parallel.vocabulary import ParallelCrossEntropy, ParallelEmbedding
@@ -78,7 +79,7 @@ class AttentionPart:
         full_layers: the first so many decoder layers have no window.
     """
 
-    parallel = True
+    parallel = sequences = True
 
     heads: int
     kv_heads: int
@@ -138,6 +139,7 @@ class AttentionPart:
             q_norm=norms[0] if self.qk_norm else None,
             k_norm=norms[1] if self.qk_norm else None,
             selective=place.selective,
+            cp=place.cp,
             dtype=place.dtype,
         )
 
@@ -199,11 +201,17 @@ class EmbeddingBlock(Layer):
     """Token ids → activations: the embedding, learned positions where there are any, dropout."""
 
     def __init__(
-        self, name: str, embedding: Layer, positions: LearnedPositions | None, dropout: float, before: int = 0
+        self,
+        name: str,
+        embedding: Layer,
+        positions: LearnedPositions | None,
+        dropout: float,
+        before: int = 0,
+        cp: ContextParallel | None = None,
     ) -> None:
         super().__init__(name)
         self.embedding, self.positions = embedding, positions
-        self.dropout = KeyedDropout(f"{name}.dropout", dropout, before)
+        self.dropout = KeyedDropout(f"{name}.dropout", dropout, before, cp)
 
     def forward(self, tokens: torch.Tensor, context: LayerContext) -> torch.Tensor:
         x = self.embedding(tokens, context)
@@ -216,7 +224,7 @@ class EmbeddingBlock(Layer):
 class EmbeddingPart:
     """The first block: token ids → activations. ``positions``: rows of learned positions; 0: none."""
 
-    parallel = True
+    parallel = sequences = True
 
     vocab_size: int
     positions: int = 0
@@ -238,8 +246,9 @@ class EmbeddingPart:
             embedding = ParallelEmbedding("embedding", *sizes, tp=place.tp, dtype=place.dtype)
         positions = None
         if self.positions:
-            positions = LearnedPositions("positions", self.positions, place.hidden_size, place.dtype, place.before)
-        return EmbeddingBlock(place.name, embedding, positions, self.dropout, place.before)
+            sizes = self.positions, place.hidden_size
+            positions = LearnedPositions("positions", *sizes, place.dtype, place.before, place.cp)
+        return EmbeddingBlock(place.name, embedding, positions, self.dropout, place.before, place.cp)
 
 
 @dataclass(frozen=True)

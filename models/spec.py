@@ -24,6 +24,7 @@ from qeffect_lm.layers.context import LayerContext, Phase
 from qeffect_lm.layers.linear import SplitLinear
 from qeffect_lm.layers.recompute import recomputed
 from qeffect_lm.optim.muon import RowBlock
+from qeffect_lm.parallel.context import ContextParallel
 from qeffect_lm.parallel.cuts import Cut
 from qeffect_lm.parallel.expert import ExpertParallel
 from qeffect_lm.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -71,6 +72,7 @@ class Place:
             one.
         vocab_size: of the model.
         ep: the rank's place among those that share a layer's experts; None: every rank has all of them.
+        cp: the rank's place among those that each have a part of every sequence; None: there are no others.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Place:
     tp: TensorParallel | None = None
     vocab_size: int = 0
     ep: ExpertParallel | None = None
+    cp: ContextParallel | None = None
 
     @property
     def residual_std(self) -> float:
@@ -115,7 +118,7 @@ class Place:
 
     @property
     def before(self) -> int:
-        """So many ranks hold the tokens before this rank's, where tokens are cut."""
+        """So many ranks hold the tokens before this rank's, where tokens are cut (with ``cp``, those that it holds)."""
         return self.tp.rank if self.tp is not None and self.tp.sequence else 0
 
     # ---- their parameters --------------------------------------------------------------------------------------

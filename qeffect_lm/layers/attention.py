@@ -24,6 +24,7 @@ from qeffect_lm.layers.rope import Rope, apply_rope, identity_tables, positions_
 
 if TYPE_CHECKING:
     from qeffect_lm.layers.sdpa import AttentionLibrary
+    from qeffect_lm.parallel.context import ContextParallel
 
 
 class Attention(Layer):
@@ -35,6 +36,7 @@ class Attention(Layer):
         window: a token sees itself and so many tokens less one before it; None: all before it.
         q_norm, k_norm: RMSNorm over ``head_dim`` of every head, before the rotation.
         selective: of the norm before, the rotation and the attention nothing is kept: I makes it again.
+        cp: sequences are cut over its ranks, and this one has a part of each; None: whole sequences.
     """
 
     caches = True
@@ -59,10 +61,11 @@ class Attention(Layer):
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
         selective: bool = False,
+        cp: ContextParallel | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(name)
-        self.qkv, self.out, self.selective = qkv, out, selective
+        self.qkv, self.out, self.selective, self.cp = qkv, out, selective, cp
         self.q_norm, self.k_norm = q_norm, k_norm
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.rope, self.window, self._regime = rope, window, 0 if rope is None else rope.regime(max_positions)
@@ -76,11 +79,22 @@ class Attention(Layer):
         self.register_buffer("sin_ends", None, persistent=False)
         self.library: AttentionLibrary | None = None  # a GPU's attention, bound at assembly (bind_attention)
 
+    @property
+    def collectives(self) -> dict[str, tuple[str, ...]]:
+        """What F and I of it itself always exchange, as the scope is told."""
+        if self.cp is None:
+            return {}
+        return {"F": (f"{self.name}.gather",), "I": (f"{self.name}.gather", f"{self.name}.scatter")}
+
+    def row(self, sequence: int) -> int:
+        """Tokens of the whole row of which ``sequence`` are here."""
+        return sequence if self.cp is None else sequence * self.cp.size
+
     def forward(
         self, x: torch.Tensor, context: LayerContext, norm: Layer | None = None, *, residual: bool = False
     ) -> torch.Tensor:
         """``norm``, if given, comes first; with ``residual`` ``x`` is added to the result."""
-        _, sequence = context.grid_of(x)
+        sequence = self.row(context.grid_of(x)[1])
         if sequence > self.cos.shape[0]:
             raise ValueError(f"{self.name}: position {sequence} is past the table of {self.cos.shape[0]}")
         if self._one_node(x, context, norm):
@@ -93,7 +107,7 @@ class Attention(Layer):
 
     def _one_node(self, x: torch.Tensor, context: LayerContext, norm: Layer | None) -> bool:
         """Whether one node does it all: FP8 kernels with nothing in between that they do not have."""
-        plain = context.cache is None and self.q_norm is None and not self._windowed(context.grid_of(x)[1])
+        plain = context.cache is None and self.q_norm is None and not self._windowed(self.row(context.grid_of(x)[1]))
         parts = self.qkv, self.out
         plain = plain and (norm is None or isinstance(norm, RMSNorm)) and all(part.bias is None for part in parts)
         return plain and all(part.fuses(x, context) for part in parts)
@@ -103,7 +117,11 @@ class Attention(Layer):
         return self.window is not None and total > self.window
 
     def library_of(self, context: LayerContext) -> AttentionLibrary | None:
-        """Whose attention kernels run: those that keep documents apart, where there are any."""
+        """Whose attention kernels run: those that know the other ranks, or keep documents apart, where there are any."""
+        if self.cp is not None:
+            from qeffect_lm.parallel.context_attention import ContextAttention
+
+            return ContextAttention(self.cp, self.name, context, self.window)
         if context.starts is None:
             return self.library
         from qeffect_lm.kernels.document_attention import DocumentAttention
@@ -111,12 +129,14 @@ class Attention(Layer):
         return DocumentAttention(context.starts, self.window)
 
     def training_tables(self, sequence: int, context: LayerContext) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of the tokens of whole rows: ``[sequence, head_dim // 2]``, or with documents, whose positions count from
-        their first token, ``[batch * sequence, head_dim // 2]``. Frequencies are those of rows as long as the tables."""
-        if context.starts is None:
-            return self.tables(0, sequence)
-        at = positions_of(context.starts).reshape(-1)
-        return self.cos[at], self.sin[at]
+        """cos and sin of the tokens here of whole rows: ``[sequence, head_dim // 2]``, or with documents, whose positions count
+        from their first token, ``[batch * sequence, head_dim // 2]``. Frequencies are those of rows as long as the tables."""
+        places = None if self.cp is None else self.cp.positions(sequence, self.cos.device)
+        if context.starts is not None:
+            at = positions_of(context.starts, places).reshape(-1)
+            return self.cos[at], self.sin[at]
+        cos, sin = self.tables(0, self.row(sequence))
+        return (cos, sin) if places is None else (cos[places], sin[places])
 
     def tables(self, start: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of ``sequence`` tokens from position ``start`` on; frequencies are those of all tokens so far."""
@@ -175,7 +195,10 @@ class Attention(Layer):
         fused = self.normed(projected.view(batch, sequence, self.kv_heads, group + 2, self.head_dim), context)
         cache = context.cache
         documents = context.starts is not None
-        if kernels.usable(fused) and cache is None and (documents or not self._windowed(sequence)):
+        if self.cp is not None and not kernels.usable(fused):
+            y = self._attended_to_others(fused, context)
+            return self.out(y.reshape(batch, sequence, self.heads * self.head_dim), context)
+        if kernels.usable(fused) and cache is None and (documents or self.cp is not None or not self._windowed(sequence)):
             cos, sin = self.training_tables(sequence, context)
             if self.selective and self.q_norm is None:
                 fused = fused.clone()  # rotated in place below, and needed once more as it is
@@ -200,6 +223,17 @@ class Attention(Layer):
             q, k = self._rotated(q, k, *self.step_tables(cache.positions))
             y = self._attend_cached(q, *cache.extend(self.name, k, v), cache.mask(self.window))
         return self.out(y.transpose(1, 2).reshape(batch, sequence, self.heads * self.head_dim), context)
+
+    def _attended_to_others(self, fused: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        """Tokens of a part of each row, without kernels: ``[batch, sequence, kv_heads, group, head_dim]``."""
+        batch, sequence, *_ = fused.shape
+        if self.rope is not None:
+            cos, sin = (table.view(-1, sequence, 1, 1, table.shape[-1]) for table in self.training_tables(sequence, context))
+            fused = torch.cat([apply_rope(fused[:, :, :, :-1], cos, sin), fused[:, :, :, -1:]], dim=3)
+        library = self.library_of(context)
+        assert library is not None
+        y: torch.Tensor = _LibraryAttention.apply(fused, library)
+        return y
 
     def _rotated(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -265,6 +299,21 @@ class RotatedHeads(torch.autograd.Function):
 
         cos, sin = ctx.saved_tensors
         return rope.gather(dq, dk, dv, cos, sin), None, None
+
+
+class _LibraryAttention(torch.autograd.Function):
+    """The library's attention of the fused projection, rotated before: ``[batch, sequence, kv_heads, group, head_dim]``."""
+
+    @staticmethod
+    def forward(ctx: Any, fused: torch.Tensor, library: AttentionLibrary) -> torch.Tensor:
+        y, lse = library.forward(fused.detach())
+        ctx.save_for_backward(fused, y, lse)
+        ctx.library = library
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return ctx.library.backward(*ctx.saved_tensors, dy), None
 
 
 class _RotatedAttention(torch.autograd.Function):

@@ -8,11 +8,15 @@ Flood 2014). The key is a device tensor, so a captured graph draws a new mask at
 from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING
 
 import torch
 
 from qeffect_lm.layers.base import Layer
 from qeffect_lm.layers.context import LayerContext
+
+if TYPE_CHECKING:
+    from qeffect_lm.parallel.context import ContextParallel
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -44,7 +48,12 @@ def mix(z: torch.Tensor) -> torch.Tensor:
 def keyed_uniform_bits(shape: torch.Size, key: torch.Tensor, role: int, first: int = 0) -> torch.Tensor:
     """24 random bits per element, int64, of ``key`` (0-dim int64) and the constant ``role``; elements count from ``first``."""
     counter = torch.arange(first, first + shape.numel(), dtype=torch.int64, device=key.device)
-    return _shift(mix(counter * _signed(_GOLDEN) + mix(key ^ role)), 40).view(shape)
+    return keyed_bits(counter, key, role).view(shape)
+
+
+def keyed_bits(counter: torch.Tensor, key: torch.Tensor, role: int) -> torch.Tensor:
+    """24 random bits, int64, of each element number in ``counter`` (int64)."""
+    return _shift(mix(counter * _signed(_GOLDEN) + mix(key ^ role)), 40)
 
 
 class KeyedDropout(Layer):
@@ -52,11 +61,12 @@ class KeyedDropout(Layer):
 
     ``before``: so many ranks, each with as many elements, hold what comes before ``x`` of a tensor that is cut. A rank then has
     its part of the whole tensor's mask, another one than its peers; where they all hold the tensor, they have the same mask.
+    ``cp``: sequences are cut over its ranks, and what ``before`` counts is a part of this one's tokens.
     """
 
-    def __init__(self, name: str, p: float, before: int = 0) -> None:
+    def __init__(self, name: str, p: float, before: int = 0, cp: ContextParallel | None = None) -> None:
         super().__init__(name)
-        self.before = before
+        self.before, self.cp = before, cp
         if not 0 <= p < 1:
             raise ValueError(f"{name}: a dropout probability lies in [0, 1), not {p}")
         self.p, self.role = p, host_key("dropout", name)
@@ -64,5 +74,13 @@ class KeyedDropout(Layer):
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
         if self.p == 0 or context.phase.value == "eval":
             return x
-        keep = keyed_uniform_bits(x.shape, context.key, self.role, self.before * x.numel()) >= int(self.p * (1 << 24))
+        keep = self._bits(x, context) >= int(self.p * (1 << 24))
         return x * keep.to(x.dtype) * (1.0 / (1.0 - self.p))
+
+    def _bits(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        if self.cp is None:
+            return keyed_uniform_bits(x.shape, context.key, self.role, self.before * x.numel())
+        features, count = x.shape[-1], x.numel() // x.shape[-1]
+        tokens = self.cp.tokens(*context.grid_of(x), x.device)[self.before * count : (self.before + 1) * count]
+        counter = tokens[:, None] * features + torch.arange(features, device=x.device)
+        return keyed_bits(counter, context.key, self.role).view(x.shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as functional
@@ -11,6 +11,9 @@ from torch import nn
 from qeffect_lm.layers.base import DirectGradLayer
 from qeffect_lm.layers.context import LayerContext
 from qeffect_lm.layers.rope import positions_of
+
+if TYPE_CHECKING:
+    from qeffect_lm.parallel.context import ContextParallel
 
 
 class Embedding(DirectGradLayer):
@@ -48,18 +51,26 @@ class LearnedPositions(DirectGradLayer):
     cache says; with several documents in it each does.
 
     Where tokens are cut over ranks (``context.grid``) x is ``[tokens, hidden]``, what comes after ``before`` ranks' tokens, and
-    the gradient is those tokens' part.
+    the gradient is those tokens' part. ``cp``: sequences are cut over its ranks, and this one has its tokens' positions.
     """
 
     documents = True
 
-    def __init__(self, name: str, positions: int, hidden: int, dtype: torch.dtype = torch.float32, before: int = 0) -> None:
+    def __init__(
+        self,
+        name: str,
+        positions: int,
+        hidden: int,
+        dtype: torch.dtype = torch.float32,
+        before: int = 0,
+        cp: ContextParallel | None = None,
+    ) -> None:
         super().__init__(name)
-        self.before = before
+        self.before, self.cp = before, cp
         self.weight = nn.Parameter(torch.zeros(positions, hidden, dtype=dtype))
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        _, sequence = context.grid_of(x)
+        sequence = context.grid_of(x)[1] * (1 if self.cp is None else self.cp.size)
         if sequence > self.weight.shape[0]:
             raise ValueError(f"{self.name}: position {sequence} is past the table of {self.weight.shape[0]}")
         if context.cache is not None:
@@ -69,14 +80,14 @@ class LearnedPositions(DirectGradLayer):
 
     def places(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor | None:
         """The row of each token, of x's shape but for the features; None: rows 0, 1, … of every sequence."""
+        if context.grid is None and context.starts is None and self.cp is None:
+            return None
+        batch, sequence = context.grid_of(x)
+        at = torch.arange(sequence, device=x.device) if self.cp is None else self.cp.positions(sequence, x.device)
+        found = at.repeat(batch, 1) if context.starts is None else positions_of(context.starts, at)
         if context.grid is None:
-            return None if context.starts is None else positions_of(context.starts)
-        batch, sequence = context.grid
-        if context.starts is None:
-            all_of_them = torch.arange(sequence, device=x.device).repeat(batch)
-        else:
-            all_of_them = positions_of(context.starts).reshape(-1)
-        return all_of_them[self.before * x.shape[0] : (self.before + 1) * x.shape[0]]
+            return found
+        return found.reshape(-1)[self.before * x.shape[0] : (self.before + 1) * x.shape[0]]
 
 
 class _Positions(torch.autograd.Function):

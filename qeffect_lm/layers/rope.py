@@ -101,9 +101,14 @@ def identity_tables(positions: int, head_dim: int, dtype: torch.dtype) -> tuple[
     return torch.ones(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
 
 
-def positions_of(starts: torch.Tensor) -> torch.Tensor:
-    """Positions ``[batch, sequence]`` that count from each token's document's start (``starts``, places in the row)."""
-    return torch.arange(starts.shape[1], dtype=starts.dtype, device=starts.device) - starts
+def positions_of(starts: torch.Tensor, places: torch.Tensor | None = None) -> torch.Tensor:
+    """Positions ``[batch, sequence]`` that count from each token's document's start (``starts``, places in the row).
+
+    ``places`` int64 ``[sequence]``: those of the tokens in their row; None: 0, 1, …
+    """
+    if places is None:
+        places = torch.arange(starts.shape[1], device=starts.device)
+    return places.to(starts.dtype) - starts
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ records as edges. W needs none: it reads what F and I gathered.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,51 @@ if TYPE_CHECKING:
     from qeffect_lm.parallel.mesh import Mesh
 
 
+class Exchange:
+    """Collectives of the ranks along one axis, made inside of an action. Every peer calls the same ones in the same order."""
+
+    axis: ClassVar[str]
+    size: int
+    rank: int
+    group: dist.ProcessGroup | None
+    others: tuple[int, ...]
+
+    def gather(self, x: torch.Tensor, context: LayerContext, who: str) -> torch.Tensor:
+        """``[n, …]`` of every rank → ``[size * n, …]`` in order of rank, the same bytes on all."""
+        self._tell(context, who, "gather")
+        made = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        with naming(self.others, f"a gather of {who} over {self.axis}"):
+            _all_gather(made, x.contiguous(), group=self.group)
+        return made
+
+    def sum_(self, x: torch.Tensor, context: LayerContext, who: str) -> torch.Tensor:
+        """The sum over the ranks, in place and in the tensor's dtype; the same bytes on all."""
+        self._tell(context, who, "sum")
+        with naming(self.others, f"a sum of {who} over {self.axis}"):
+            _all_reduce(x, group=self.group)
+        return x
+
+    def scatter_sum(self, x: torch.Tensor, context: LayerContext, who: str) -> torch.Tensor:
+        """``[size * n, …]`` → this rank's ``[n, …]`` of the sum over the ranks; ``x`` may be overwritten."""
+        self._tell(context, who, "scatter")
+        length = x.shape[0] // self.size
+        x = x.contiguous()
+        with naming(self.others, f"a sum of {who} over {self.axis}"):
+            if kernels.on_gpu(x):
+                made = x.new_empty(length, *x.shape[1:])
+                _reduce_scatter(made, x, group=self.group)
+                return made
+            _all_reduce(x, group=self.group)  # gloo's own reduce-scatter does this, on a thread that no capture sees
+            return x[self.rank * length : (self.rank + 1) * length].clone()
+
+    @staticmethod
+    def _tell(context: LayerContext, who: str, kind: str) -> None:
+        if context.scope is not None:
+            context.scope.collective(f"{who}.{kind}")
+
+
 @dataclass(frozen=True)
-class TensorParallel:
+class TensorParallel(Exchange):
     """A rank's place on the axis tp.
 
     Attributes:
@@ -40,6 +83,8 @@ class TensorParallel:
         group: of the peers; None: of structures without storage, which communicate with nobody.
         others: the peers' global ranks.
     """
+
+    axis = "tp"
 
     size: int
     rank: int = 0
@@ -61,41 +106,6 @@ class TensorParallel:
             return slice(0, total)
         length = total // self.size
         return slice(self.rank * length, (self.rank + 1) * length)
-
-    # ---- collectives: every peer calls the same ones in the same order -----------------------------------------
-
-    def gather(self, x: torch.Tensor, context: LayerContext, who: str) -> torch.Tensor:
-        """``[n, …]`` of every rank → ``[size * n, …]`` in order of rank, the same bytes on all."""
-        self._tell(context, who, "gather")
-        made = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        with naming(self.others, f"a gather of {who} over tp"):
-            _all_gather(made, x.contiguous(), group=self.group)
-        return made
-
-    def sum_(self, x: torch.Tensor, context: LayerContext, who: str) -> torch.Tensor:
-        """The sum over the ranks, in place and in the tensor's dtype; the same bytes on all."""
-        self._tell(context, who, "sum")
-        with naming(self.others, f"a sum of {who} over tp"):
-            _all_reduce(x, group=self.group)
-        return x
-
-    def scatter_sum(self, x: torch.Tensor, context: LayerContext, who: str) -> torch.Tensor:
-        """``[size * n, …]`` → this rank's ``[n, …]`` of the sum over the ranks; ``x`` may be overwritten."""
-        self._tell(context, who, "scatter")
-        length = x.shape[0] // self.size
-        x = x.contiguous()
-        with naming(self.others, f"a sum of {who} over tp"):
-            if kernels.on_gpu(x):
-                made = x.new_empty(length, *x.shape[1:])
-                _reduce_scatter(made, x, group=self.group)
-                return made
-            _all_reduce(x, group=self.group)  # gloo's own reduce-scatter does this, on a thread that no capture sees
-            return x[self.rank * length : (self.rank + 1) * length].clone()
-
-    @staticmethod
-    def _tell(context: LayerContext, who: str, kind: str) -> None:
-        if context.scope is not None:
-            context.scope.collective(f"{who}.{kind}")
 
     # ---- at the borders of products ----------------------------------------------------------------------------
 
