@@ -75,5 +75,5 @@ def assert_same_run(folder: Path, a: str, b: str, *, same_layout: bool = True) -
     odd = [name for name in [*result.only_in_a, *result.only_in_b] if same_layout or not name.startswith("rng/")]
     assert not result.different and not result.meta and not odd, (result.first_name, result.meta, odd)
     rows = [[(m.step, m.loss, m.grad_norm, m.lr, m.scale_epoch, m.tokens) for m in metrics_of(folder, n)] for n in (a, b)]
-    assert rows[0] == rows[1]
+    assert rows[0] == rows[1], [pair for pair in zip(*rows, strict=False) if pair[0] != pair[1]] or rows
     return len(result.equal)
