@@ -179,6 +179,7 @@ class Meter:
         self.sizes = Sizes(known)
         self._slots = sum(size * len(engine.stages[chunk].slots) for chunk, size in self.slot_bytes().items())
         self._slots += sum(stage.joined.nbytes for stage in engine.stages.values() if stage.joined is not None)
+        self._leases = _most_leases(engine.actions)
         self._allocated = 0
         self._pools: tuple[Captured, int] | None = None  # the graphs whose pools were added up
 
@@ -217,8 +218,7 @@ class Meter:
         times = watch.times()
         means = [_mean(times.get((kind, chunk), ())) for kind in KINDS for chunk in range(chunks)]
         whole = engine.captured is not None and engine.captured.step is not None
-        leases = _most_leases(engine.actions)
-        held = [0, 0, 0, 0] if whole else [watch.held, leases, *self._bytes(watch)]
+        held = [0, 0, 0, 0] if whole else [watch.held, self._leases, *self._bytes(watch)]
         mine = [watch.span(), watch.busy(), *held, *means]
         rows = torch.zeros(plan.num_ranks, len(mine), dtype=torch.float64)
         gather_rows(rows, torch.tensor(mine, dtype=torch.float64), engine.mesh, "pp")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,7 @@ class Watcher:
             self.alarms.stragglers(metrics.step, metrics.step_ms, [float(ms) for ms in work], self._stages)
         return replace(metrics, extra=extra)
 
-    @property
+    @cached_property
     def bubble_plan(self) -> float:
         """The plan's bubble where every F, I and W of a layer takes the same time and messages take none."""
         return self._simulated().bubble

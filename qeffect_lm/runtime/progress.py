@@ -20,8 +20,8 @@ from qeffect_lm.runtime.metrics import StepMetrics, Value
 from qeffect_lm.units import format_bytes
 
 MODES = ("auto", "bar", "plain", "off")
-REFRESH_SECONDS = 0.1
-"""The live line is redrawn at most this often."""
+REFRESH_SECONDS = 0.5
+"""The live lines are redrawn at most this often: it is done between steps, and takes a millisecond or two."""
 
 BAR_WIDTH, BAR_FROM_WIDTH = 12, 120
 """Columns of the bar, and the terminal width from which there is room for it."""

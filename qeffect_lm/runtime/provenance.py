@@ -68,5 +68,5 @@ def memory_bytes(device: torch.device) -> int:
     """What this process holds now: of a GPU all that torch has reserved there (graphs' pools too), else its resident memory."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
-    fields = Path("/proc/self/statm").read_text().split()
-    return int(fields[1]) * resource.getpagesize()
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()

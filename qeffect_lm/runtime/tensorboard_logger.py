@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import struct
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +18,28 @@ from typing import Any
 from qeffect_lm.runtime.metrics import StepMetrics
 
 FOLDER = "tensorboard"
+
+
+class _Records:
+    """A TFRecord file whose records are with the operating system when :meth:`write_event` returns.
+
+    The package's own writers either hold rows back, with a thread, or wait for the disk (fsync) at each: milliseconds of the
+    training loop. ``checksum`` is the package's masked CRC-32C.
+    """
+
+    def __init__(self, path: Path, checksum: Callable[[bytes], int]) -> None:
+        self._file, self._checksum = open(path, "ab", buffering=0), checksum
+
+    def write_event(self, event: Any) -> None:
+        data = event.SerializeToString()
+        length = struct.pack("<Q", len(data))
+        checks = (struct.pack("<I", self._checksum(part)) for part in (length, data))
+        record = memoryview(length + next(checks) + data + next(checks))
+        while record:
+            record = record[self._file.write(record) :]
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class TensorboardLogger:
@@ -45,8 +69,8 @@ class TensorboardLogger:
             return
         try:
             from tensorboardX import summary
-            from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto import event_pb2, summary_pb2
+            from tensorboardX.record_writer import masked_crc32c
         except ImportError as error:
             why = "is not installed" if error.name == "tensorboardX" else f"cannot be imported ({error})"
             notice(
@@ -58,9 +82,10 @@ class TensorboardLogger:
         path = Path(folder) / FOLDER
         try:
             path.mkdir(parents=True, exist_ok=True)
-            # The package's queue and thread are left out: a row is in the file when log returns. Process id and step tell
-            # files apart that begin within one second.
-            self._writer = EventsWriter(str(path / "events"), f".{os.getpid()}.{resume_step or 0}")
+            # Process id and step tell files apart that begin within one second.
+            name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{resume_step or 0}"
+            self._writer = _Records(path / name, masked_crc32c)
+            self._writer.write_event(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
         except OSError as error:
             notice(f"TensorBoard: cannot write to {path} ({error.strerror}); metrics go to metrics.jsonl only")
             return
@@ -104,7 +129,6 @@ class TensorboardLogger:
             return
         try:
             writer.write_event(self._event.Event(wall_time=time.time(), step=step, **what))
-            writer.flush()
         except Exception as error:
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             self._notice(f"TensorBoard: logging failed ({said}); steps from {step} on are in metrics.jsonl only")

@@ -102,6 +102,8 @@ def test_a_failing_writer_is_given_up(tmp_path: Path, monkeypatch: pytest.Monkey
     notices: list[str] = []
     logger = TensorboardLogger(True, tmp_path, notice=notices.append)
     logger.log(metrics(1))
+    (file,) = files(tmp_path)
+    assert [event.step for event in events(file)] == [0, 1]  # there already: a kill loses none
 
     def broken(*_: Any) -> None:
         raise OSError(28, "No space left on device")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from qeffect_lm import __version__
 from qeffect_lm.errors import UsageError
-from tools.bench.command import Command, check_steps, integers, listed, state, steps
+from tools.bench.command import OVERRIDES, Command, check_steps, integers, listed, state, steps
 from tools.bench.report import commit, deterministic, header, say, write
 from tools.common import ROOT
 
@@ -199,6 +200,59 @@ def data(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def watching(arguments: argparse.Namespace) -> int:
+    """What following a run costs, on all ranks of the launch; rank 0 prints."""
+    if arguments.rounds < 1:
+        raise UsageError(f"--rounds {arguments.rounds}: at least one")
+    deterministic()
+    import torch
+
+    from qeffect_lm.config import load_config
+    from qeffect_lm.runtime.launch import LaunchEnv, init_process_group
+    from tools.benchmarks import watching as benchmark
+
+    cuda = arguments.device == "cuda"
+    if cuda and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch sees no GPU here; leave it out to measure on CPU")
+    env = LaunchEnv.from_mapping(os.environ)
+    if cuda:
+        torch.cuda.set_device(env.local_rank)
+    config = arguments.config or ROOT / "models/configs" / ("bench-s.yaml" if cuda else "demo.yaml")
+    known = benchmark.cases(arguments.device, env.world)
+    wanted = arguments.cases.split(",") if arguments.cases else list(known)
+    unknown = sorted(set(wanted) - set(known))
+    if unknown:
+        raise UsageError(f"--cases: there is no {', '.join(unknown)}; there are {', '.join(known)}")
+    init_process_group(env, "cpu:gloo,cuda:nccl" if cuda else "gloo", 120.0)
+    terminal = sys.stdout  # live lines take it while they are there
+
+    def tell(text: str) -> None:
+        if env.rank == 0:
+            print(text, file=terminal, flush=True)
+
+    where = torch.cuda.get_device_name() if cuda else f"CPU {platform.machine()}, 1 thread"
+    load = os.getloadavg()[0]
+    report: dict[str, Any] = {
+        **header(arguments, f"{env.world} x {where}"),
+        "config": config.name,
+        "target": benchmark.TARGET,
+        "cores": os.cpu_count(),
+        "cases": {},
+    }
+    for case in wanted:
+        with tempfile.TemporaryDirectory(prefix="bench-watching-") as folder:
+            overrides = [*known[case], f"run.dir={folder}", *arguments.set]
+            found = benchmark.measure(load_config(config, overrides), env.rank, arguments.rounds, tell)
+        report["cases"][case] = found
+        tell("\n" + benchmark.table(case, found))
+        if env.rank == 0:
+            report["load_average_before_and_after"] = [load, os.getloadavg()[0]]
+            write(report, arguments.json)  # after each: a run that is cut short keeps what it measured
+    if env.world > 1:
+        torch.distributed.destroy_process_group()
+    return 0
+
+
 COMMANDS = (
     Command(
         "data",
@@ -248,6 +302,20 @@ COMMANDS = (
         {
             **state(2.0),
             "--parameters": {"type": float, "metavar": "N", "help": "write, verify and read back that many once, as 1.3e9"},
+        },
+    ),
+    Command(
+        "watching",
+        "what following a run costs: metrics, progress, warnings, looks at scales, timelines, wandb, TensorBoard",
+        "Each way by itself and all together, over steps that nothing follows; on a GPU (--device cuda) eagerly and captured. "
+        "Stages: torchrun --nproc-per-node 2 -m tools.bench watching",
+        watching,
+        {
+            "--config": {"type": Path, "metavar": "FILE", "help": "of the model (default: the demo's; cuda: bench-s)"},
+            "--device": {"choices": ["cpu", "cuda"], "default": "cpu", "help": "(default: cpu)"},
+            "--cases": {"metavar": "LIST", "help": "of a GPU, with commas: see the table's heads (default: all)"},
+            "--rounds": {"type": int, "default": 7, "metavar": "N", "help": "of ten steps for each way (default: 7)"},
+            **OVERRIDES,
         },
     ),
     Command(
