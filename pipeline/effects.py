@@ -234,6 +234,7 @@ class _Row:
         self._pending: dict[tuple[str, int, int], tuple[Op, int]] = {}
         self._epochs = {"F": 0, "I": 0}
         self._input_grads: dict[tuple[int, int], int] = {}  # (chunk, microbatch) → the event after its I
+        self._peers, self._reducing = peers, False
 
     def write(self, actions: Sequence[Action], caches: bool) -> tuple[Op, ...]:
         self._ops.append(Op(BEGIN))
@@ -245,6 +246,7 @@ class _Row:
             if action in self._completes:
                 self._edge(COMPUTE, COLLECTIVE)
                 self._launch("REDUCE_G", *action.key)
+                self._reducing = self._peers
         if caches:
             self._launch("REFRESH", epoch=self._epochs["F"], version=1)
         self._settle()
@@ -252,6 +254,9 @@ class _Row:
         return tuple(self._ops)
 
     def _launch(self, work: str, chunk: int | None = None, microbatch: int | None = None, **fields: int | None) -> Op:
+        if self._reducing and work in ("F", "I"):
+            self._edge(COLLECTIVE, COMPUTE)
+            self._reducing = False
         op = replace(self._effects.launch(work, chunk, microbatch), **fields)  # type: ignore[arg-type]
         self._ops.append(op)
         return op

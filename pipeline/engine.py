@@ -104,6 +104,7 @@ class Engine:
         self.watchdog: CompletionWatchdog | None = None
         self._pending: dict[tuple[str, int, int], _Transfer] = {}  # (RECV_F…, chunk, microbatch), or slot for sends
         self._events: dict[tuple[str, int, int], BoundEvent] = {}
+        self._reducing = False  # peers' communicators are in use on the collective stream, perhaps
         self.across: Callable[[Callable[[], object]], object] = lambda work: work()  # runs what crosses ranks
         self.summaries: dict[GraphKey, Summary] | None = None  # filled where they are wanted, of what runs eagerly
         self._step = 0
@@ -117,10 +118,7 @@ class Engine:
             Kind.I: self._input_grad,
             Kind.W: self._weight_grad,
             Kind.B: self._backward,
-            Kind.SEND_F: self._send,
-            Kind.SEND_B: self._send,
-            Kind.RECV_F: self._receive,
-            Kind.RECV_B: self._receive,
+            **dict.fromkeys((Kind.SEND_F, Kind.SEND_B), self._send), **dict.fromkeys((Kind.RECV_F, Kind.RECV_B), self._receive),
             Kind.COMMIT: self._commit,
             Kind.REDUCE: self._reduce,
             Kind.STEP: self._optimizer_step,
@@ -237,15 +235,13 @@ class Engine:
                 yield
         finally:
             self.across, self.spans = before, spans
-            self._pending.clear()
-            self._events.clear()
+            self._forget()
 
     def _abandon(self, begun: Begun) -> None:
         self.watch = None
         if self._transport is None:  # with messages in flight a stream may never be done, and this engine runs no other step
             self.streams.synchronize_all()
-        self._pending.clear()
-        self._events.clear()
+        self._forget()
         for stage in self.stages.values():
             for slot in stage.slots:
                 slot.saved = None
@@ -372,8 +368,7 @@ class Engine:
             tensors = [tensor for payload in payloads for tensor in payload.tensors()]
         else:
             tensors = self.captured.retained[key.chunk, key.i_slot, key.w_slot]
-        members = 0 if key.joint is None else key.joint.members
-        return released_by(self.stages[key.chunk], key.w_slot, members, tensors)
+        return released_by(self.stages[key.chunk], key.w_slot, 0 if key.joint is None else key.joint.members, tensors)
 
     # ---- transfers ---------------------------------------------------------------------------------------------
 
@@ -432,7 +427,12 @@ class Engine:
         """No transfer outlives its step."""
         for key in list(self._pending):
             self._complete(key)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._pending.clear()
         self._events.clear()
+        self._reducing = False
 
     # ---- blocking transfers outside a step (calibration, evaluation) ------------------------------------------
 
@@ -470,11 +470,13 @@ class Engine:
         self._launch("REDUCE_G", *action.key)
         with self.streams.current(COLLECTIVE):
             self.across(lambda: self.end.reduce_gradients_(stage.index))
+        self._reducing = self.end.exchanging
 
     def join_reductions(self) -> None:
-        """Compute waits for the gradients' reductions: where a graph ends before REDUCE."""
+        """Compute waits for the gradients' reductions: where a graph ends before REDUCE, or peers' communicators are used."""
         if self._completes:
             self._edge(COLLECTIVE, self.compute_stream())
+        self._reducing = False
 
     def _reduce(self, action: Action) -> None:
         self.settle()
@@ -584,6 +586,8 @@ class Engine:
 
     def _launch(self, work: str, chunk: int | None = None, microbatch: int | None = None) -> None:
         """Tell the ledger of a piece of work and what it accesses (:mod:`pipeline.effects`)."""
+        if self._reducing and work in ("F", "I"):  # they exchange too: one order on all peers
+            self.join_reductions()
         op = self._effects.launch(work, chunk, microbatch, self.compute_stream())
         self.ledger.launch(op.stream, op.accesses, op.who)
 

@@ -51,7 +51,7 @@ class StepEnd:
     """State and work of the step's end on one rank.
 
     Args:
-        order: its holders are (pipeline stage, tensor-parallel rank), the second fastest.
+        order: its holders are (pipeline stage, expert-parallel rank, tensor-parallel rank), the last fastest.
         counted: name in ``order`` → the parameter of ``flat`` that this rank counts under it; None: all, under their own names.
         routing: what this rank's routers sum up, a row for each decoder layer (of others' zeros); of one shape on all ranks.
     """
@@ -79,7 +79,7 @@ class StepEnd:
         self.tied = tied
         self._exchange = None if flat.buckets is None else ShardExchange(flat, mesh)
         self._partial = PartialSums(flat, mesh) if self.tensor else None
-        self._sums = BlockSums(flat, order, mesh.coord("pp") * mesh.size("tp") + mesh.coord("tp"), counted)
+        self._sums = BlockSums(flat, order, mesh.coord("pp") * mesh.size("experts") + mesh.coord("experts"), counted)
         self._norm = TotalNorm(order, device)
         self._blocks = order.padded_blocks
         wide = torch.float64
@@ -92,12 +92,11 @@ class StepEnd:
         # This replica's routing, number of non-finite amax and loss.
         self._mine = torch.zeros(more + 2, dtype=wide, device=device)
         self._replicas = torch.zeros(mesh.size("data"), more + 2, dtype=wide, device=device)
-        # One row per stage and tensor-parallel rank: block sums and, of the first such rank, routing, number of non-finite amax
-        # slots, loss.
+        # One row per stage and rank of the line of experts: block sums, routing, number of non-finite amax slots, loss.
         self._row = torch.zeros(self._blocks + more + 2, dtype=wide, device=device)
         self._stage_row = torch.zeros_like(self._row)  # with sharded gradients: block sums of all replicas
-        self._peer_rows = torch.zeros(mesh.size("tp"), self._row.numel(), dtype=wide, device=device)
-        self._rows = torch.zeros(mesh.size("pp") * mesh.size("tp"), self._row.numel(), dtype=wide, device=device)
+        self._peer_rows = torch.zeros(mesh.size("experts"), self._row.numel(), dtype=wide, device=device)
+        self._rows = torch.zeros(mesh.size("pp") * mesh.size("experts"), self._row.numel(), dtype=wide, device=device)
         self.apply = torch.ones((), dtype=torch.bool, device=device)
         self.reason = torch.zeros((), dtype=torch.int64, device=device)
         self.skip = torch.zeros((), dtype=torch.bool, device=device)
@@ -159,27 +158,28 @@ class StepEnd:
         self.reduce_amax_()
 
     def reduce_amax_(self, directions: Iterable[Direction] = tuple(Direction)) -> None:
-        """Max-merge open amax slots over all ranks of a pipeline stage (never over stages, whose roles differ).
+        """Max-merge open amax slots over all ranks of a pipeline stage (never over stages, whose roles differ); an expert's
+        over its replicas.
 
         A NaN becomes an infinity first: a library's MAX may lose a NaN, and then ranks would disagree.
         """
-        for axis in ("dp", "ep", "cp", "tp"):
-            group = self._mesh.group(axis)
-            if group is not None and self._timeline.roles:
+        for line in ("replicas", "experts"):
+            if self._mesh.group(line) is not None:
                 for direction in directions:
-                    slots = self._timeline.open_amax[self._timeline.rows(direction)]
-                    slots.nan_to_num_(nan=float("inf"), posinf=float("inf"))
-                    with naming(self._mesh.others(axis), f"the reduction of amax over {axis}"):
-                        dist.all_reduce(slots, op=dist.ReduceOp.MAX, group=group)
+                    self._merge_amax_(direction, line, "the reduction of amax")
+
+    def _merge_amax_(self, direction: Direction, line: str, what: str) -> None:
+        slots = self._timeline.open_amax[self._timeline.rows(direction, shared=line != "replicas")]
+        if slots.numel():
+            slots.nan_to_num_(nan=float("inf"), posinf=float("inf"))
+            with naming(self._mesh.others(line), f"{what} over {line}"):
+                dist.all_reduce(slots, op=dist.ReduceOp.MAX, group=self._mesh.group(line))
 
     def merge_weight_amax_(self) -> None:
         """After a refresh: the amax of each tp peer's piece of a weight becomes the whole weight's. What is saved between steps
         is then the same on all peers, and what one process would have. Nothing to do without peers."""
-        group = self._mesh.group("tp")
-        if group is not None and self._timeline.roles:
-            slots = self._timeline.open_amax[self._timeline.rows(Direction.FORWARD)]
-            with naming(self._mesh.others("tp"), "the merge of weights' amax over tp"):
-                dist.all_reduce(slots, op=dist.ReduceOp.MAX, group=group)
+        if self._mesh.group("tp") is not None:
+            self._merge_amax_(Direction.FORWARD, "tp", "the merge of weights' amax")
 
     def agree_on_(self, number: int) -> bool:
         """Whether all peers have the same 63-bit number; a host synchronisation."""
@@ -197,7 +197,7 @@ class StepEnd:
         if self._exchange is not None:
             row = self._stage_row.copy_(row)
             self._exchange.sum_(row[: self._blocks])
-        gather_rows(self._peer_rows, row, self._mesh, "tp")
+        gather_rows(self._peer_rows, row, self._mesh, "experts")
         stages = self._rows.view(self._mesh.size("pp"), -1)
         gather_rows(stages, self._peer_rows.view(-1), self._mesh, "pp")
 
@@ -227,8 +227,10 @@ class StepEnd:
         for rank in range(1, self._replicas.shape[0]):
             total.add_(self._replicas[rank])
         self._row[self._blocks :].copy_(total)
-        if self._mesh.coord("tp"):  # the same on all peers, and counted once
+        if self._mesh.coord("ep"):  # the same on all ep ranks, and counted once
             self._row[self._blocks :].zero_()
+        if self._mesh.coord("tp"):  # so is the loss on all tp ranks; but they route tokens of their own, to experts of theirs
+            self._row[-1].zero_()
 
     def optimizer_step_(self) -> None:
         """Vote, norm, clip, update, and the cast of the compute-dtype parameters. Equal rows give equal decisions."""

@@ -40,6 +40,7 @@ def cross_check(config: Config) -> list[str]:
         *check_model(config),
         *_check_fp8(config),
         *_check_tensor(config),
+        *_check_experts(config),
         *_check_backend(config),
         *_check_pipeline(config),
         *_check_optim(config),
@@ -61,12 +62,12 @@ def _check_fp8(config: Config) -> Iterator[str]:
             f"precision.fp8.high_precision_first {fp8.high_precision_first} + high_precision_last "
             f"{fp8.high_precision_last} exceed model.num_layers {model.num_layers}"
         )
-    cut = f" / parallel.tp {tp}" if tp > 1 else ""
+    cut, whole = f" / parallel.tp {tp}" if tp > 1 else "", model.moe.num_experts is not None  # no rank has a part of an expert
     widths = {
         "model.hidden_size": model.hidden_size,
         f"model.num_heads x model.head_dim{cut}": model.num_heads * model.head_dim // tp,
         f"model.num_kv_heads x model.head_dim{cut}": max(1, model.num_kv_heads // tp) * model.head_dim,
-        f"model.ffn_size{cut}": model.ffn_size // tp,
+        f"model.ffn_size{cut * (not whole)}": model.ffn_size // (1 if whole else tp),
         "data.seq_len x data.microbatch_size": config.data.seq_len * config.data.microbatch_size,
     }
     multiple, what = FP8_MULTIPLE, "FP8 matrix products need"
@@ -94,10 +95,23 @@ def _check_tensor(config: Config) -> Iterator[str]:
         yield f"{what}: precision.fp8.recipe {recipe} scales each rank's piece by itself: set recipe=delayed or none, {alone}"
     if config.optim.name == "muon":
         yield f"{what}: optim.name muon updates whole matrices, and each rank has a piece: set optim.name=adamw, {alone}"
-    if config.model.moe.num_experts is not None:
-        yield f"{what}: a mixture of experts (model.moe) is not cut over tensor-parallel ranks so far: set parallel.tp=1"
     if config.pipeline.schedule == "auto" and config.pipeline.costs.t_f is None:
         yield f"{what}: schedule auto measures whole layers only: give pipeline.costs, or choose a named schedule"
+
+
+def _check_experts(config: Config) -> Iterator[str]:
+    """What experts on several ranks do not go with."""
+    parallel, experts = config.parallel, config.model.moe.num_experts
+    ranks = parallel.ep * parallel.tp
+    if experts is None or ranks == 1:
+        return
+    what = " x ".join(f"parallel.{axis} {size}" for axis, size in (("ep", parallel.ep), ("tp", parallel.tp)) if size > 1)
+    if experts % ranks:
+        yield f"model.moe.num_experts {experts} is not divisible by {what}, the ranks that share them: change one of them"
+    if parallel.tp > 1 and not parallel.sequence_parallel:
+        yield f"{what}: ranks that share experts route their own tokens: set parallel.sequence_parallel=true, or parallel.tp=1"
+    if parallel.tp == 1 and config.pipeline.schedule == "auto" and config.pipeline.costs.t_f is None:
+        yield f"{what}: schedule auto measures all experts on one rank: give pipeline.costs, or choose a named schedule"
 
 
 def _check_backend(config: Config) -> Iterator[str]:

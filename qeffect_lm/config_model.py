@@ -206,7 +206,7 @@ def check_model(config: Config) -> Iterator[str]:
         )
     if model.head_dim % 2:
         yield f"model.head_dim {model.head_dim} is odd: RoPE turns pairs of features, so make it even"
-    for name in ("num_heads", "ffn_size"):
+    for name in ("num_heads", "ffn_size") if model.moe.num_experts is None else ("num_heads",):  # an expert is cut by no rank
         if getattr(model, name) % tp:
             yield f"model.{name} {getattr(model, name)} is not divisible by parallel.tp {tp}: change one of them"
     if model.num_kv_heads % tp and tp % model.num_kv_heads:

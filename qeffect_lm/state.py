@@ -29,6 +29,9 @@ class Role(StrEnum):
     STATISTIC = "statistic"  # of a guard: a run whose checkpoint lacks it, since the guard was off, begins it anew
 
 
+EXPERT_REPLICAS = ("dp", "cp")  # the axes over which ranks hold an expert alike; over ep and tp experts are spread
+
+
 @dataclass(frozen=True)
 class LogicalTensor:
     """One rank's piece of one logical tensor.

@@ -7,7 +7,7 @@ The training run (:mod:`qeffect_lm.app.run`) and the tools drive them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -52,11 +52,13 @@ from qeffect_lm.kernels.cublaslt import CublasLt
 from qeffect_lm.layers import te
 from qeffect_lm.layers.attention import bind_attention
 from qeffect_lm.layers.base import direct_layers, named_parameters
+from qeffect_lm.layers.grouped import ExpertLinear
 from qeffect_lm.layers.linear import SplitLinear, bind_products
 from qeffect_lm.layers.moe import bind_experts, bind_statistics
 from qeffect_lm.optim.base import Optimizer
 from qeffect_lm.optim.flat import FlatBuffers, ParamSpec, Shard
 from qeffect_lm.optim.spikes import SpikeGate
+from qeffect_lm.parallel.expert import ExpertParallel
 from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.parallel.tensor import TensorParallel
 from qeffect_lm.runtime.watchdog import CompletionWatchdog
@@ -194,7 +196,12 @@ def make_timeline(
 ) -> ScaleTimeline:
     """Roles of all FP8 linears, under the configuration's window and history."""
     fp8 = config.precision.fp8
-    roles = [role for layer in layers if layer.recipe is not None for role in layer.recipe.roles(layer.name)]
+    roles = [
+        replace(role, shared=not isinstance(layer, ExpertLinear))
+        for layer in layers
+        if layer.recipe is not None
+        for role in layer.recipe.roles(layer.name)
+    ]
     timeline = ScaleTimeline(
         roles,
         window=fp8.window,
@@ -215,9 +222,8 @@ def mesh_of(config: Config, rank: int = 0) -> Mesh:
 
 def check_supported(config: Config) -> None:
     """Refuse what the configuration knows and training does not, yet."""
-    for axis in ("ep", "cp"):
-        if getattr(config.parallel, axis) > 1:
-            raise UsageError(f"parallel.{axis}={getattr(config.parallel, axis)}: training supports 1 only, so far: set it to 1")
+    if config.parallel.cp > 1:
+        raise UsageError(f"parallel.cp={config.parallel.cp}: training supports 1 only, so far: set it to 1")
 
 
 def assemble(
@@ -247,7 +253,7 @@ def assemble(
     dtype = DTYPES[config.precision.dtype]
     recipe = make_recipe(config)
     tp = TensorParallel.of(mesh, config.parallel.sequence_parallel)
-    model = build_model(config, recipe, dtype, tp)
+    model = build_model(config, recipe, dtype, tp, ep=ExpertParallel.of(mesh))
     if config.contract.mode != "off":
         # All ranks together prove the plan, before anything is allocated.
         prove_rank(plan, mesh.coord("pp"), replicas=mesh.size("data") > 1, tied=bool(model.ties), peers=mesh.size("peers") > 1)
@@ -420,7 +426,7 @@ def _declare_roles(ledger: Ledger, index: int, chunk: torch.nn.Module) -> None:
 
 
 def _declare_collectives(ledger: Ledger, index: int, chunk: torch.nn.Module) -> None:
-    """What every F and I of a chunk exchanges with tensor-parallel peers, if there are any."""
+    """What every F and I of a chunk exchanges with other ranks, if there are any."""
     told: list[dict[str, tuple[str, ...]]] = [getattr(module, "collectives", {}) for module in chunk.modules()]
     for kind in ("F", "I"):
         names = [name for layer in told for name in layer.get(kind, ())]

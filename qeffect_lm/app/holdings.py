@@ -19,9 +19,11 @@ from qeffect_lm.layers.linear import SplitLinear
 from qeffect_lm.optim.flat import FlatBuffers, ParamSpec
 from qeffect_lm.optim.norm import BlockOrder
 from qeffect_lm.parallel.cuts import Even, length_of
+from qeffect_lm.parallel.expert import ExpertParallel
 from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.parallel.tensor import TensorParallel
 from qeffect_lm.runtime.init import initialise_
+from qeffect_lm.state import EXPERT_REPLICAS
 
 
 def param_specs(
@@ -55,18 +57,22 @@ def param_specs(
     return found
 
 
-def shape_only(config: Config) -> TensorParallel | None:
-    """The first tensor-parallel rank of a configuration's layout, for structures without storage; no rank has more than it."""
+def shape_only(config: Config) -> tuple[TensorParallel | None, ExpertParallel | None]:
+    """The first tensor- and expert-parallel rank of a configuration's layout, for structures without storage; no rank has more
+    than it."""
     parallel = config.parallel
-    return TensorParallel(parallel.tp, 0, parallel.sequence_parallel) if parallel.tp > 1 else None
+    tp = TensorParallel(parallel.tp, 0, parallel.sequence_parallel) if parallel.tp > 1 else None
+    return tp, ExpertParallel.of(Mesh(parallel.sizes))
 
 
 def local_spec(spec: ParameterSpec, tp: TensorParallel | None) -> ParamSpec:
-    """What a tensor-parallel rank holds of a parameter; all of it without ``tp``.
+    """What a tensor-parallel rank holds of a parameter; all of it without ``tp``. An expert's is whole on the expert's rank.
 
     Raises:
         UsageError: it cannot be cut so; names the parameter.
     """
+    if spec.expert is not None:
+        return ParamSpec(spec.name, spec.shape, spec.decay, (None,) * len(spec.shape), replicated=EXPERT_REPLICAS)
     if tp is None or "tp" not in spec.axes:
         uncut = tuple(None for _ in spec.shape)  # what the mesh cuts here; spec.axes says what it may cut
         summed = tp is not None and (spec.summed == "always" or (spec.summed == "tokens" and tp.sequence))
@@ -117,25 +123,35 @@ def block_order(
     model: Decoder, plan: Plan, counts: list[int], flat: FlatBuffers, mesh: Mesh
 ) -> tuple[BlockOrder, dict[str, str]]:
     """Every rank's trainable parameters in the model's order; which rank holds what follows from the plan. And which of this
-    rank's parameters count under which name: a piece of a cut one under a name of its own, an uncut one on the first of the
-    tensor-parallel ranks that hold it."""
-    peers, me = mesh.size("tp"), (mesh.coord("pp"), mesh.coord("tp"))
+    rank's parameters count under which name: an expert's where it is, of others a piece of a cut one on the first
+    expert-parallel rank, under a name of its own, an uncut one on the first of all ranks that hold it."""
+    peers, line = mesh.size("tp"), mesh.size("experts")
+    me = mesh.coord("pp"), mesh.coord("experts")
     specs = {spec.name: spec for spec in model.parameters()}
+    spread = line > 1 and any(spec.expert is not None for spec in specs.values())
+    if spread:
+        model = replace(model, ep=None)  # of which every rank has all experts
     holders: list[list[str]] = []
     sizes: dict[str, int] = {}
     counted: dict[str, str] = {}
     for rank in range(plan.num_ranks):
-        names = _trainable_names(model, plan, counts, rank, flat if rank == me[0] else None)
-        for peer in range(peers):
+        names = _trainable_names(model, plan, counts, rank, flat if rank == me[0] and not spread else None)
+        for place in range(line):
+            first, peer = divmod(place, peers)
             here = {}
             for name in names:
-                local = local_spec(specs[name], None if peers == 1 else TensorParallel(peers, peer))
-                if local.dimension is not None:
-                    here[f"{name} of tp {peer}"] = name
-                elif peer == 0:
-                    here[name] = name
+                spec = specs[name]
+                if spec.expert is not None:
+                    if spec.expert in ExpertParallel(line, place).held(spec.active[1]):
+                        here[name] = name
+                elif not first:
+                    local = local_spec(spec, None if peers == 1 else TensorParallel(peers, peer))
+                    if local.dimension is not None:
+                        here[f"{name} of tp {peer}"] = name
+                    elif peer == 0:
+                        here[name] = name
             holders.append(list(here))
-            counted = here if (rank, peer) == me else counted
+            counted = here if (rank, place) == me else counted
     held = {name for names in holders for name in names}
     for spec in specs.values():
         for peer in range(peers):

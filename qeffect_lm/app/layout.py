@@ -64,8 +64,8 @@ class Layout:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.dtype = DTYPES[config.precision.dtype]
-        self.tp = shape_only(config)
-        self.model = build_model(config, make_recipe(config), self.dtype, self.tp)
+        self.tp, ep = shape_only(config)
+        self.model = build_model(config, make_recipe(config), self.dtype, self.tp, ep=ep)
         self.specs: dict[str, ParameterSpec] = {spec.name: spec for spec in self.model.parameters()}
         self.blocks = self._blocks()
         self._owned: dict[Any, tuple[int, int, int]] = {}

@@ -31,7 +31,7 @@ from qeffect_lm.layers.context import Phase
 from qeffect_lm.layers.linear import bind_products
 from qeffect_lm.layers.moe import bind_experts
 from qeffect_lm.optim import adamw, norm
-from qeffect_lm.parallel import tensor
+from qeffect_lm.parallel import expert, tensor
 from qeffect_lm.parallel.mesh import Mesh
 
 LayerKind = tuple[bool, str]
@@ -198,7 +198,7 @@ def _small(config: Config, kinds: list[LayerKind], copies: int) -> Config:
     small["precision"]["fp8"] |= {"high_precision_last": 0}
     if config.precision.fp8.recipe == "block":  # Transformer Engine's own; its operands are as large
         small["precision"]["fp8"] |= {"recipe": "delayed"}
-    small["parallel"] = {key: small["parallel"][key] for key in ("tp", "sequence_parallel")}
+    small["parallel"] = {key: small["parallel"][key] for key in ("ep", "tp", "sequence_parallel")}
     joined = config.pipeline.coalesce_w if config.model.backend == "native" else 1
     small["pipeline"] = {
         "schedule": "interleaved-1f1b",
@@ -222,7 +222,7 @@ def _rehearse(config: Config, kinds: list[LayerKind], copies: int, device: str) 
     """Of each part: a microbatch in a step, in calibration; then the pieces of the step's end, and for how many elements."""
     small = _small(config, kinds, copies)
     with _without_data(device) as where:
-        assembly = assemble(small, Mesh({"tp": small.parallel.tp}), device=where, rehearsal=True)
+        assembly = assemble(small, Mesh(small.parallel.sizes), device=where, rehearsal=True)
         elements = assembly.flat.grad_buffer.numel()
         if where.type == "meta":
             for stage in assembly.engine.stages.values():
@@ -249,9 +249,10 @@ def _without_data(device: str) -> Iterator[torch.device]:
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        for name in ("_all_gather", "_reduce_scatter", "_all_reduce"):  # of tensor-parallel peers, who are not there
-            stack.callback(setattr, tensor, name, getattr(tensor, name))
-            setattr(tensor, name, lambda *arguments, **keywords: None)
+        exchanges = [(tensor, name) for name in ("_all_gather", "_reduce_scatter", "_all_reduce")]
+        for module, name in (*exchanges, (expert, "_all_to_all"), (expert, "_all_reduce")):  # with peers, who are not there
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, lambda *arguments, **keywords: None)
         if device == "cpu":
             for module, name in ((adamw, "CPU_CHUNK"), (norm, "BLOCK")):  # pieces that small are no more than time here
                 stack.callback(setattr, module, name, getattr(module, name))

@@ -117,13 +117,13 @@ class Watcher:
         mine: dict[str, Any] = {"wait": data_wait_ms}
         if watch is not None and watch.marks:
             mine["busy"] = 1000 * watch.busy()
-        # Replicas and tensor-parallel peers have the same scales; underflow is told of the first peer's pieces.
-        first = self._mesh.coord("replicas") == self._mesh.coord("tp") == 0
+        # Replicas have the same scales. Peers have too, but for experts': of what several tell, the first one's counts.
+        first = self._mesh.coord("replicas") == 0
         if first and self._windows is not None:
             mine["windows"] = self._windows
         if first and self._underflow:
             mine["underflow"] = self._underflow
-        if first and times and watch is not None:
+        if first and self._mesh.coord("experts") == 0 and times and watch is not None:
             mine["work"] = watch.work()
         observed, self._observed, self._windows, self._underflow = self._observed, False, None, None
         if times:
@@ -133,7 +133,7 @@ class Watcher:
             return {}
         if times:
             self._write_timeline(step, [rank["work"] for rank in gathered if "work" in rank], t_comm)
-        shares = {role: share for rank in gathered for role, share in rank.get("underflow", {}).items()}
+        shares = {role: share for rank in reversed(gathered) for role, share in rank.get("underflow", {}).items()}
         told = self._judge_underflow(step, shares) if shares else {}
         if not observed:
             return told

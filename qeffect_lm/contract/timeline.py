@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from qeffect_lm.contract.errors import ScaleOrderError
-from qeffect_lm.state import LogicalTensor, Role
+from qeffect_lm.state import EXPERT_REPLICAS, LogicalTensor, Role
 
 EMPTY = -1.0
 WINDOWS = ("step", "microbatch")
@@ -35,11 +35,13 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True)
 class ScaleRole:
-    """One quantised tensor of one linear, e.g. ``layers.0.mlp.down.input``; ``fp8_max`` is its format's largest value."""
+    """One quantised tensor of one linear, e.g. ``layers.0.mlp.down.input``; ``fp8_max`` is its format's largest value.
+    ``shared``: all ranks of a pipeline stage have it; else an expert's rank alone, and its replicas."""
 
     name: str
     direction: Direction
     fp8_max: float
+    shared: bool = True
 
 
 @dataclass
@@ -87,12 +89,17 @@ class ScaleTimeline:
             raise ValueError("two roles have one name: they would share a scale")
         self.window = window
         self.amax, self.margin = amax, margin
-        self.roles = sorted(roles, key=lambda role: (role.direction is Direction.BACKWARD, role.name))
+        # Of each direction the shared ones come first: they are one range, the same on all ranks of a stage.
+        self.roles = sorted(roles, key=lambda role: (role.direction is Direction.BACKWARD, not role.shared, role.name))
         self.index = {role.name: i for i, role in enumerate(self.roles)}
         self._direction = {role.name: role.direction for role in self.roles}
         n = len(self.roles)
         forward = sum(role.direction is Direction.FORWARD for role in self.roles)
         self._rows = {Direction.FORWARD: slice(0, forward), Direction.BACKWARD: slice(forward, n)}
+        self._shared = {
+            direction: slice(rows.start, rows.start + sum(role.shared for role in self.roles[rows]))
+            for direction, rows in self._rows.items()
+        }
         self.scale = torch.ones(n, device=device)
         self.history = torch.zeros(n, history, device=device)
         self.open_amax = torch.full((n,), EMPTY, device=device)
@@ -168,9 +175,9 @@ class ScaleTimeline:
         out.add_(self.spoilt)
         self.spoilt.zero_()
 
-    def rows(self, direction: Direction) -> slice:
-        """The rows of a direction's roles in all tensors."""
-        return self._rows[direction]
+    def rows(self, direction: Direction, *, shared: bool = False) -> slice:
+        """The rows of a direction's roles in all tensors; ``shared``: of those that all ranks of the stage have."""
+        return (self._shared if shared else self._rows)[direction]
 
     # ---- the host's account ------------------------------------------------------------------------------------
 
@@ -367,10 +374,11 @@ class ScaleTimeline:
         """``scale/<role>``, ``amax_history/<role>``, ``amax_open/<role>`` over the live storages."""
         items = []
         for i, role in enumerate(self.roles):
+            where = {} if role.shared else {"replicated": EXPERT_REPLICAS}
             items += [
-                LogicalTensor.whole(f"scale/{role.name}", self.scale[i], Role.SCALE),
-                LogicalTensor.whole(f"amax_history/{role.name}", self.history[i], Role.AMAX_HISTORY),
-                LogicalTensor.whole(f"amax_open/{role.name}", self.open_amax[i], Role.AMAX_OPEN),
+                LogicalTensor.whole(f"scale/{role.name}", self.scale[i], Role.SCALE, **where),
+                LogicalTensor.whole(f"amax_history/{role.name}", self.history[i], Role.AMAX_HISTORY, **where),
+                LogicalTensor.whole(f"amax_open/{role.name}", self.open_amax[i], Role.AMAX_OPEN, **where),
             ]
         return items
 

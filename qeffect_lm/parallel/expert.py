@@ -47,20 +47,20 @@ class ExpertParallel:
 
     Attributes:
         size, rank: of their line, and this rank's place on it.
-        axes: what the line runs along, for messages: ``ep``, ``tp`` or ``ep x tp``.
+        axis: what the line runs along, for messages: ``ep``, ``tp`` or ``ep x tp``.
         group: of the line's ranks; None: of structures without storage, which communicate with nobody.
         others: the other ranks' global numbers.
         cut: so many ranks have a part of each microbatch's tokens.
-        cut_axes, cut_group, cut_others: of those.
+        cut_axis, cut_group, cut_others: of those.
     """
 
     size: int
     rank: int = 0
-    axes: str = "ep"
+    axis: str = "ep"
     group: dist.ProcessGroup | None = field(default=None, compare=False)
     others: tuple[int, ...] = ()
     cut: int = 1
-    cut_axes: str = "tp"
+    cut_axis: str = "tp"
     cut_group: dist.ProcessGroup | None = field(default=None, compare=False)
     cut_others: tuple[int, ...] = ()
 
@@ -88,7 +88,7 @@ class ExpertParallel:
         if experts % self.size:
             raise UsageError(
                 f"model.moe.num_experts {experts} is not divisible by the {self.size} ranks that share them "
-                f"(parallel.{self.axes.replace('x ', 'x parallel.')}): change one of them"
+                f"(parallel.{self.axis.replace('x ', 'x parallel.')}): change one of them"
             )
         each = experts // self.size
         return range(self.rank * each, (self.rank + 1) * each)
@@ -108,7 +108,7 @@ class ExpertParallel:
         each."""
         _tell(context, f"{who}.{what}")
         made = rows.new_empty(rows.shape[0] if received is None else sum(received), *rows.shape[1:])
-        with naming(self.others, f"the {what} of {who} over {self.axes}"):
+        with naming(self.others, f"the {what} of {who} over {self.axis}"):
             _all_to_all(made, rows.contiguous(), received, sent, group=self.group)
         return made
 
@@ -116,7 +116,7 @@ class ExpertParallel:
         """The sum, in place, over the ranks that have parts of a microbatch's tokens."""
         if self.cut > 1:
             _tell(context, f"{who}.sum")
-            with naming(self.cut_others, f"a sum of {who} over {self.cut_axes}"):
+            with naming(self.cut_others, f"a sum of {who} over {self.cut_axis}"):
                 _all_reduce(values, group=self.cut_group)
         return values
 

@@ -57,13 +57,15 @@ class Windows:
         )
 
     def join(self, other: Windows) -> Windows:
-        """Other roles beside these (another stage's)."""
+        """Other roles beside these (another stage's, another rank's experts'); of one that both have, :meth:`sorted` takes the
+        first."""
         arrays = [np.concatenate(pair) for pair in zip(self._arrays(), other._arrays(), strict=True)]
         return Windows([*self.names, *other.names], *arrays)
 
     def sorted(self) -> Windows:
         """In order of names: the same whatever the layout."""
-        order = sorted(range(len(self.names)), key=self.names.__getitem__)
+        first = {name: i for i, name in reversed(list(enumerate(self.names)))}
+        order = [first[name] for name in sorted(first)]
         return Windows([self.names[i] for i in order], *(array[order] for array in self._arrays()))
 
     def _arrays(self) -> list[np.ndarray]:

@@ -166,9 +166,9 @@ class Ranks:
     """The ranks of one pipeline, or the replicas of one process (not both), assembled and prepared."""
 
     def __init__(self, settings: Config, monkeypatch: pytest.MonkeyPatch, *, when: str = "late") -> None:
-        sizes = {"pp": settings.parallel.pp, "dp": settings.parallel.dp}
-        assert min(sizes.values()) == 1
+        sizes = {"pp": settings.parallel.pp, "dp": settings.parallel.dp, "ep": settings.parallel.ep}
         self.world = max(sizes.values())
+        assert self.world == settings.parallel.world
         self.wire = Wire(when)
         self.connect(monkeypatch)
         self.transports = [FakeTransport(self.wire, rank) for rank in range(self.world)]
@@ -178,6 +178,9 @@ class Ranks:
             mesh = Mesh(sizes, rank)
             if sizes["dp"] > 1:
                 mesh._groups |= dict.fromkeys(("dp", "data", "replicas"), SimpleNamespace(rank=rank))  # type: ignore[arg-type]
+            if sizes["ep"] > 1:
+                lines = ("ep", "data", "samples", "experts", "peers")
+                mesh._groups |= dict.fromkeys(lines, SimpleNamespace(rank=rank))  # type: ignore[arg-type]
             self.parts.append(assemble(settings, mesh))
 
     def connect(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +191,7 @@ class Ranks:
         monkeypatch.setattr("pipeline.step_end.dist", fake)
         sharing = {"all_to_all_single": self._all_to_all, "broadcast": self._broadcast}
         monkeypatch.setattr("pipeline.sharded.dist", SimpleNamespace(**vars(fake), **sharing))
+        monkeypatch.setattr("qeffect_lm.parallel.expert._all_to_all", self._all_to_all)
 
     def each(self, call: Callable[[Assembly], Any]) -> list[Any]:
         """Run ``call`` on every rank at once; the first rank's own error is raised."""
@@ -243,13 +247,15 @@ class Ranks:
         self._on_stream(group.rank, reduce)
 
     def _all_to_all(
-        self, output: torch.Tensor, mine: torch.Tensor, received: list[int], sent: list[int], group: Any = None
+        self, output: torch.Tensor, mine: torch.Tensor, received: Any, sent: list[int] | None, group: Any = None
     ) -> None:
         """As :func:`torch.distributed.all_to_all_single`."""
 
         def exchange() -> None:
-            parts = [row.split(sent)[group.rank] for row in self._exchange(group.rank, mine)]
-            assert [part.numel() for part in parts] == received and mine.numel() == sum(sent)
+            splits = sent or [mine.shape[0] // self.world] * self.world
+            each = self._exchange(group.rank, splits)
+            parts = [row.split(cut)[group.rank] for row, cut in zip(self._exchange(group.rank, mine), each, strict=True)]
+            assert received is None or ([part.shape[0] for part in parts] == received and mine.shape[0] == sum(splits))
             output.copy_(torch.cat(parts))
 
         self._on_stream(group.rank, exchange)
@@ -265,12 +271,12 @@ class Ranks:
         else:
             late.launch(work)
 
-    def _exchange(self, rank: int, mine: torch.Tensor) -> list[torch.Tensor]:
-        """Everybody's tensor, in order of rank; a collective like any other."""
+    def _exchange(self, rank: int, mine: Any) -> list[Any]:
+        """Everybody's tensor (or list), in order of rank; a collective like any other."""
         wire = self.wire
         with wire.changed:
             _, number = wire.next_key(rank, "exchange")
-            wire.rows[rank, number] = mine.clone()
+            wire.rows[rank, number] = mine.clone() if isinstance(mine, torch.Tensor) else list(mine)
             wire.changed.notify_all()
             wire.wait_for(lambda: all((other, number) in wire.rows for other in range(self.world)))
             return [wire.rows[other, number] for other in range(self.world)]

@@ -10,16 +10,22 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoint.assembly import owns
+from models import build_model
 from models.moe import MoEPart
 from models.spec import Place
-from qeffect_lm.contract.timeline import EMPTY
+from qeffect_lm.app.assemble import assemble
+from qeffect_lm.app.dry_run import describe
+from qeffect_lm.app.holdings import block_order
+from qeffect_lm.contract.timeline import EMPTY, Direction
 from qeffect_lm.errors import UsageError
 from qeffect_lm.fp8.recipes import DelayedScaling
 from qeffect_lm.layers.moe import bind_statistics, mixtures
 from qeffect_lm.parallel import expert
 from qeffect_lm.parallel.expert import ExpertParallel
+from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.parallel.tensor import TensorParallel
-from tests.tiny import same_bits
+from tests.tiny import config, same_bits
 from tests.unit.layer_harness import Harness, random
 
 HIDDEN, FFN, NAME = 32, 48, "layers.0.moe"
@@ -236,3 +242,77 @@ def test_who_holds_what() -> None:
     assert list(ExpertParallel(4, 2).held(8)) == [4, 5]
     with pytest.raises(UsageError, match="num_experts 6 is not divisible by the 4 ranks .*parallel.ep x parallel.tp"):
         ExpertParallel(4, 0, "ep x tp").held(6)
+
+
+# ---- the configuration, and what a rank holds ------------------------------------------------------------------------
+
+MIXTRAL: dict[str, Any] = {"model__family": "mixtral", "model__moe": {"num_experts": 4}, "model__head_dim": 32}
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"parallel__ep": 3}, "num_experts 4 is not divisible by parallel.ep 3, the ranks that share them"),
+        ({"parallel__ep": 4, "parallel__tp": 2}, "num_experts 4 is not divisible by parallel.ep 4 x parallel.tp 2"),
+        ({"parallel__tp": 2, "parallel__sequence_parallel": False}, "set parallel.sequence_parallel=true, or parallel.tp=1"),
+        ({"parallel__ep": 2, "pipeline__schedule": "auto", "pipeline__w_delay": 0}, "auto measures all experts on one rank"),
+    ],
+)
+def test_what_cannot_be_spread_is_refused(keys, words) -> None:
+    """Which number to change, before anything starts."""
+    with pytest.raises(UsageError, match=words):
+        config(**MIXTRAL, **keys)
+
+
+def test_a_model_without_experts() -> None:
+    with pytest.raises(UsageError, match="parallel.ep 2: model.family 'llama' has no experts: set parallel.ep=1"):
+        build_model(config(parallel__ep=2), None, torch.float32)
+
+
+def test_experts_are_cut_by_nothing() -> None:
+    """ffn_size need not divide by tp: an expert is whole on its rank."""
+    assert config(**MIXTRAL | {"model__ffn_size": 80}, parallel__tp=2).parallel.tp == 2
+
+
+@pytest.mark.parametrize("sizes", [{"ep": 2}, {"ep": 2, "tp": 2}, {"pp": 2, "ep": 2, "dp": 2}])
+def test_every_parameter_counts_once(sizes, monkeypatch) -> None:
+    """C4: over all ranks of one replica each trainable parameter is in one rank's sums, whole, or its pieces are; an expert's
+    tensors are written by one rank, and no replica holds others'."""
+    monkeypatch.setattr("qeffect_lm.app.assemble.Transport", lambda *_: None)
+    keys = {f"parallel__{axis}": size for axis, size in sizes.items()}
+    settings = config(**MIXTRAL | keys, model__num_layers=2, contract__mode="off", pipeline__w_delay=0)
+    writers: dict[str, int] = {}
+    experts: dict[int, set[str]] = {}
+    counted: list[str] = []
+    world = Mesh(sizes).world
+    for rank in range(world):
+        mesh = Mesh(sizes, rank)
+        part = assemble(settings, mesh, device=torch.device("meta"), rehearsal=True)
+        order, mine = block_order(part.model, part.plan, settings.chunk_layers(sizes.get("pp", 1)), part.flat, mesh)
+        place = mesh.coord("pp") * mesh.size("experts") + mesh.coord("experts")
+        assert order.num_stages == mesh.size("pp") * mesh.size("experts")
+        assert sorted(mine) == sorted(order.local_names(place))
+        if not mesh.coord("replicas"):
+            counted += mine
+        held = {name for name in part.flat.names if ".experts." in name}
+        assert experts.setdefault(place, held) == held, "replicas hold the same"
+        assert len(held) == 2 * 2 * 4 // mesh.size("pp") // mesh.size("experts")
+        line = part.timeline
+        roles = {role.name.rpartition(".")[0] for role in line.roles if ".experts." in role.name}
+        assert roles == {name.removesuffix(".weight") for name in held}
+        for direction in Direction:
+            shared = [".experts." in role.name for role in line.roles[line.rows(direction, shared=True)]]
+            every = [".experts." in role.name for role in line.roles[line.rows(direction)]]
+            assert not any(shared) and all(every[len(shared) :]) and 0 < len(shared) < len(every)
+        for item in part.logical_tensors():
+            if ".experts." in item.name and owns(item, mesh.coords):
+                writers[item.name] = writers.get(item.name, 0) + 1
+    assert len(counted) == len(set(counted)) and sum(".experts." in name for name in counted) == 16
+    assert set(writers.values()) == {1} and len({name for name in writers if name.startswith("scale/")}) == 48
+
+
+def test_the_dry_run_says_what_a_rank_holds() -> None:
+    """Half the experts, less memory; the exchanges' buffers are in the activations."""
+    one, two = (describe(config(**MIXTRAL, parallel__ep=ep, precision__dtype="bfloat16")) for ep in (1, 2))
+    held = [float(page.split("activations with slots and workspaces:")[1].split("\n")[2].split()[1]) for page in (one, two)]
+    assert held[1] < 0.8 * held[0], held

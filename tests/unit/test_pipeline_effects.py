@@ -102,9 +102,15 @@ def test_with_w_of_two_microbatches_as_one_product(backend, monkeypatch):
     assert_as_written(plan, ranks_of(plan, monkeypatch, graphs__backend=backend))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_what_replicas_run_is_what_was_proved(tied, monkeypatch):
-    """Reductions of chunks and, of tied weights, REDUCE's own: the program that assembly proves is the one that runs."""
+EXPERTS = {"parallel__ep": 2, "model__family": "mixtral", "model__moe": {"num_experts": 4}}
+
+
+@pytest.mark.parametrize(
+    ("layout", "tied"), [({"parallel__dp": 2}, False), ({"parallel__dp": 2}, True), (EXPERTS, False)], ids=str
+)
+def test_what_replicas_run_is_what_was_proved(layout, tied, monkeypatch):
+    """Reductions of chunks and, of tied weights, REDUCE's own: the program that assembly proves is the one that runs. Where F
+    and I exchange with peers too, they come after a chunk's reduction: one communicator, one order."""
     proved: list[tuple[Op, ...]] = []
 
     def noted(*args: Any, **more: Any) -> tuple[Op, ...]:
@@ -112,7 +118,7 @@ def test_what_replicas_run_is_what_was_proved(tied, monkeypatch):
         return proved[-1]
 
     monkeypatch.setattr("pipeline.prove.rank_program", noted)
-    layout = {"parallel__dp": 2, "pipeline__schedule": "zb-v", "pipeline__w_delay": 0, "pipeline__microbatches": M}
+    layout = {**layout, "pipeline__schedule": "zb-v", "pipeline__w_delay": 0, "pipeline__microbatches": M}
     ranks = Ranks(config(**layout, model__num_layers=2, model__tie_word_embeddings=tied), monkeypatch)
     ranks.prepare(batch(0, M))
     recorders = [Recorder(part) for part in ranks.parts]

@@ -459,7 +459,8 @@ def test_replicas_reduce_each_chunk_when_it_is_complete(name, window):
     whole = program(plan, replicas=True)
     prove(whole)
     for rank, row in enumerate(whole.rows):
-        prove_rank(plan, rank, replicas=True)
+        for peers in (False, True):
+            prove_rank(plan, rank, replicas=True, peers=peers)
         works = [op.name for op in row if op.work in ("W", "REDUCE_G")]
         for chunk in plan.placement.chunks(rank):
             place = works.index(f"{chunk}REDUCE_G2")
