@@ -20,7 +20,6 @@ from qeffect_lm.parallel.linear import RowParallelLinear
 from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.parallel.peers import PeerLostError
 from qeffect_lm.parallel.tensor import TensorParallel
-from tests.dist.test_tools import tool
 from tests.dist.test_zero import data, items_of, together, whole
 from tests.helpers import run_distributed, start_distributed
 from tests.tiny import Batch, batch, config, differing, train
@@ -217,10 +216,3 @@ def test_a_lost_peer_is_named(captured: bool) -> None:
     said = start_distributed(_left_alone, 2, captured, timeout=120).wait(check=False)[0].value
     what = "allreduce in the replay of 0F" if captured else "a sum of embedding over tp"
     assert said is not None and f"rank 1 was lost during {what}" in said, said
-
-
-@pytest.mark.long
-def test_the_table_of_layouts() -> None:
-    """Killed equals whole, captured equals eager, checkpoints there and back, by train.py and the tool."""
-    done = tool("parity", "--parallel", "--layout", "tp 2 x pp 2", timeout=1500)
-    assert done.returncode == 0 and "1 layouts within the bounds" in done.stdout, done.stdout + done.stderr

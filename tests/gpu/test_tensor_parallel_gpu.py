@@ -1,4 +1,5 @@
-"""Tensor parallelism over NCCL on two GPUs: captured equals eager bit for bit, and near one GPU.
+"""Tensor parallelism over NCCL on two GPUs: captured equals eager bit for bit, and near one GPU. And, eager, of two ranks that
+share one GPU.
 
 python -m pytest -q tests/gpu/test_tensor_parallel_gpu.py
 """
@@ -12,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 from qeffect_lm.parallel.mesh import Mesh
+from tests.gpu.one_gpu import shared_gpu
 from tests.gpu.test_engine_gpu import data
 from tests.gpu.test_step_graph_gpu import settings, two_gpus
 from tests.helpers import run_distributed
 from tests.tiny import differing, train
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"), two_gpus]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 STEPS = 8
 GRAPHS = ("eager", "action", "step", "body")
@@ -39,6 +41,31 @@ def _runs(rank: int, world: int, variants: list[dict[str, Any]]) -> list[Any]:
     return told
 
 
+def _shared(rank: int, world: int, variants: list[dict[str, Any]]) -> list[Any]:
+    mesh = shared_gpu(rank, tp=world)
+    told = []
+    for more in variants:
+        run = train(settings("eager", parallel__tp=world, **more), STEPS, mesh=mesh, batches=data)
+        told.append((run.losses, run.norms))
+        run.assembly.release()
+    return told
+
+
+def test_two_ranks_on_one_gpu() -> None:
+    """The kernels of cut layers: both ranks agree bit for bit in losses and norms, which are near one rank's."""
+    variants: list[dict[str, Any]] = [
+        {"parallel__sequence_parallel": sequence, "model__recompute": recompute, "model__dropout": p}
+        for sequence, recompute, p in ((True, "none", 0.0), (True, "selective", 0.1), (False, "none", 0.1), (False, "full", 0.0))
+    ]
+    first, second = run_distributed(_shared, 2, variants, timeout=300, init=False)
+    assert first == second
+    for (losses, _), more in zip(first, variants, strict=True):
+        one = train(settings("eager", model__dropout=more["model__dropout"]), STEPS, batches=data)
+        assert losses == pytest.approx(one.losses, abs=0.05) and losses[0] == pytest.approx(one.losses[0], abs=5e-3)
+        assert len(set(losses)) == STEPS
+
+
+@two_gpus
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "all tokens"])
 def test_two_gpus(sequence: bool, recompute: str) -> None:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+
+import torch.distributed as dist
 
 from checkpoint import open_checkpoint, resolve
 from qeffect_lm.app.run import build, join
@@ -23,16 +26,16 @@ def carry(arguments: Sequence[str]) -> int:
     """One rank's part; all ranks of the layout call it."""
     config = load_config(Path(arguments[0]), arguments[1:])
     env = LaunchEnv.from_mapping(os.environ)
-    init_process_group(env, "gloo", config.launch.timeout_seconds)
-    mesh, comm = join(config, env)
-    checkpoint = open_checkpoint(resolve(Path(config.checkpoint.resume)))
-    run = build(config, env, mesh, comm, checkpoint, lambda line: print(line) if env.rank == 0 else None)
-    try:
+    with ExitStack() as stack:
+        if init_process_group(env, "gloo", config.launch.timeout_seconds):
+            stack.callback(dist.destroy_process_group)  # a group that outlives the interpreter may end in an abort
+        mesh, comm = join(config, env)
+        checkpoint = open_checkpoint(resolve(Path(config.checkpoint.resume)))
+        run = build(config, env, mesh, comm, checkpoint, lambda line: print(line) if env.rank == 0 else None)
+        stack.callback(run.assembly.release)
+        stack.callback(run.loader.close)
         run.saver = Saver(config, run.assembly, mesh, comm, run.leads, run.companions)
         run.save(run.start, run.tokens)
-    finally:
-        run.assembly.release()
-        run.loader.close()
     return 0
 
 

@@ -20,19 +20,21 @@ import io
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from checkpoint import Checkpoint, compare, find_resumable, open_checkpoint, resolve, rewrite_checkpoint, step_name
 from qeffect_lm.errors import QEffectError, UsageError
+from qeffect_lm.parallel.mesh import AXES
 from qeffect_lm.runtime.metrics import read_metrics
 from tools.common import ROOT, environment, kill_after, launch, launch_ranks
 
-STEPS, EVERY, KILL_AT, MICROBATCHES, VOCAB = 12, 3, 7, 4, 67
+STEPS, EVERY, KILL_AT, MICROBATCHES, VOCAB, PROCESSES = 12, 3, 7, 4, 67, 4
 BOUNDS = {"float32": 2e-6, "fp8": 0.02}  # of a step's loss, in nats, the worst of 12 steps
 SCALE = "scale/layers.0.attention.qkv.input"
 META = ("contract", "data", "tokens", "step", "plan_fingerprint", "graph_fingerprints")
@@ -71,8 +73,9 @@ class Layout:
 
     def overrides(self) -> list[str]:
         given = [f"parallel.{axis}={size}" for axis, size in self.sizes]
-        replicas = dict(self.sizes).get("dp", 1)
-        return [*given, f"pipeline.microbatches={MICROBATCHES // replicas}", *self.more, *self.model]
+        sizes = dict(self.sizes)
+        own = sizes.get("dp", 1) * sizes.get("ep", 1)  # who has samples of its own
+        return [*given, f"pipeline.microbatches={MICROBATCHES // own}", *self.more, *self.model]
 
 
 def _sizes(**sizes: int) -> tuple[tuple[str, int], ...]:
@@ -80,11 +83,26 @@ def _sizes(**sizes: int) -> tuple[tuple[str, int], ...]:
 
 
 SHARED = ("model.num_kv_heads=1",)
+EXPERTS = ("model.family=mixtral", "model.moe.num_experts=4", "model.moe.aux_loss_coef=0.01")
+SPREAD = ("parallel.bucket_mib=0.01", "optim.zero=1")
+
+
+def _products() -> Iterator[Layout]:
+    """Every product of the axes in twos that fits four processes; with experts where they are spread."""
+    for sizes in product((1, 2), repeat=len(AXES)):
+        given = {axis: size for axis, size in zip(AXES, sizes, strict=True) if size > 1}
+        if 1 < prod(sizes) <= PROCESSES:
+            yield Layout(_sizes(**given), model=EXPERTS if "ep" in given else ())
+
+
 LAYOUTS = (
-    *(Layout(_sizes(tp=tp, pp=pp, dp=dp)) for tp in (1, 2) for pp in (1, 2) for dp in (1, 2) if 1 < tp * pp * dp <= 4),
-    Layout(_sizes(tp=2, dp=2), ("optim.zero=1",), note="shared optimizer state"),
+    *sorted(_products(), key=lambda layout: (len(layout.sizes), "ep" in dict(layout.sizes))),
+    Layout(_sizes(dp=2, tp=2), SPREAD, note="shared optimizer state"),
+    Layout(_sizes(dp=2, ep=2), SPREAD, EXPERTS, note="shared optimizer state"),
+    Layout(_sizes(dp=2, cp=2), SPREAD, note="shared optimizer state"),
+    Layout(_sizes(tp=2), model=EXPERTS, note="experts"),
     Layout(_sizes(tp=2), ("parallel.sequence_parallel=false",), note="all tokens on every rank"),
-    Layout(_sizes(tp=4, pp=1), (), SHARED, note="four ranks share one KV head"),
+    Layout(_sizes(tp=4), (), SHARED, note="four ranks share one KV head"),
 )
 
 
@@ -256,11 +274,17 @@ def chosen(names: Sequence[str] | None) -> list[Layout]:
     Raises:
         UsageError: there is none of that name.
     """
-    known = {layout.name: layout for layout in LAYOUTS}
+    known = {_key(layout.name): layout for layout in LAYOUTS}
     for name in names or ():
-        if name not in known:
-            raise UsageError(f"--layout {name!r}: the layouts are {'; '.join(known)}")
-    return [known[name] for name in names] if names else list(LAYOUTS)
+        if _key(name) not in known:
+            raise UsageError(f"--layout {name!r}: the layouts are {'; '.join(layout.name for layout in LAYOUTS)}")
+    return [known[_key(name)] for name in names] if names else list(LAYOUTS)
+
+
+def _key(name: str) -> tuple[frozenset[str], str]:
+    """Axes in any order, and the note."""
+    axes, _, note = name.partition(",")
+    return frozenset(axis.strip() for axis in axes.split(" x ")), note.strip()
 
 
 HEADER = f"{'layout':34} {'float32 loss':>13} {'FP8 loss':>9} {'controls':>15}  {'killed, resumed':16} there and back"
