@@ -1,5 +1,5 @@
-"""Several ranks on one GPU: collectives over gloo, through the host. The kernels and layers are those of many GPUs; what NCCL does,
-and graphs that hold collectives, need more of them."""
+"""Several ranks on one GPU: collectives over gloo, through the host. The kernels and layers are those of many GPUs; what NCCL
+does, and graphs that hold collectives, need more of them."""
 
 from __future__ import annotations
 
