@@ -23,6 +23,7 @@ from pipeline.schedules import Placement
 from pipeline.simulate import peak_activations, simulate
 from qeffect_lm.graphs.register import storage_id
 from qeffect_lm.parallel.mesh import Mesh
+from qeffect_lm.runtime.gpu_memory import allocated, peak_allocated
 
 KINDS = (Kind.F, Kind.I, Kind.W)
 ROUNDS, WARM_UP = 7, 2  # of a latency's measurement
@@ -46,6 +47,7 @@ class StepWatch:
     retained: int = 0
     most_retained: int = 0
     _began: Mark = 0.0
+    _read: list[tuple[float, float]] = field(default_factory=list)
 
     def begin(self, action: Action) -> None:
         self._began = mark(self.device)
@@ -62,23 +64,32 @@ class StepWatch:
 
     def span(self) -> float:
         """Seconds from the first F's begin to the last work's end."""
-        return seconds_between(self.marks[0][1], self.marks[-1][2])
+        return self.read()[-1][1]
 
     def busy(self) -> float:
         """Seconds of all work."""
-        return sum(seconds_between(begin, end) for _, begin, end in self.marks)
+        return sum(end - begin for begin, end in self.read())
 
     def work(self) -> list[float]:
         """Begin and end of each piece of work in turn, in milliseconds from the first F's begin."""
-        first = self.marks[0][1]
-        return [1000 * seconds_between(first, at) for _, begin, end in self.marks for at in (begin, end)]
+        return [1000 * at for pair in self.read() for at in pair]
 
     def times(self) -> dict[tuple[Kind, int], list[float]]:
         """(kind, chunk) → seconds of each piece of its work, in order."""
         found: dict[tuple[Kind, int], list[float]] = {}
-        for action, begin, end in self.marks:
-            found.setdefault((action.kind, action.key[0]), []).append(seconds_between(begin, end))
+        for (action, _, _), (begin, end) in zip(self.marks, self.read(), strict=True):
+            found.setdefault((action.kind, action.key[0]), []).append(end - begin)
         return found
+
+    def read(self) -> list[tuple[float, float]]:
+        """Begin and end of each piece of work, in seconds from the first F's begin; once the host has waited for the step.
+
+        The marks are read once: an event takes some microseconds, and a graph records its own anew at each replay.
+        """
+        if len(self._read) != len(self.marks):
+            first = self.marks[0][1]
+            self._read = [(seconds_between(first, begin), seconds_between(first, end)) for _, begin, end in self.marks]
+        return self._read
 
 
 def mark(device: torch.device) -> Mark:
@@ -194,7 +205,7 @@ class Meter:
         """Watch the engine's next step. A captured whole step is its own watch: its graph records the times."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-            self._allocated = torch.cuda.memory_allocated(self._device)
+            self._allocated = allocated(self._device)
         watch = StepWatch(self._engine, self.sizes, self._device)
         captured = self._engine.captured
         if captured is not None and captured.step is not None:
@@ -252,7 +263,7 @@ class Meter:
                 self._pools = engine.captured, sum(graph.pool_bytes for graph, _ in engine.captured.actions.values())
             retained = self._pools[1]
         if self._device.type == "cuda":
-            grown = torch.cuda.max_memory_allocated(self._device) - self._allocated
+            grown = peak_allocated(self._device) - self._allocated
             retained = grown if engine.captured is None else retained + grown
         return self._slots + retained, predicted
 

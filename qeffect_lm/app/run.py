@@ -51,6 +51,27 @@ SAVE_FAILED = 4  # in the agreement on going on: more than any reason to stop
 
 
 @dataclass
+class Aside:
+    """Sinks that nothing has to wait for: with a GPU they get a step's metrics while the next one runs there, so that the
+    milliseconds which clients and terminals take cost none."""
+
+    later: bool
+    sinks: list[Callable[[StepMetrics], object]] = field(default_factory=list)
+    waiting: list[StepMetrics] = field(default_factory=list)
+
+    def tell(self, metrics: StepMetrics) -> None:
+        self.waiting.append(metrics)
+        if not self.later:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for metrics in waiting:
+            for sink in self.sinks:
+                sink(metrics)
+
+
+@dataclass
 class Run:
     """One rank's run while it lasts."""
 
@@ -74,8 +95,12 @@ class Run:
     done: int = 0  # the last step that ran in this process
     watcher: Watcher | None = None  # once the run is about to begin
     progress: Progress | None = None
+    aside: Aside = field(init=False)
     recorder: Recorder = field(init=False)
     saver: Saver = field(init=False)  # once the run is about to begin
+
+    def __post_init__(self) -> None:
+        self.aside = Aside(self.assembly.flat.device.type == "cuda")
 
     @property
     def leads(self) -> bool:
@@ -159,6 +184,7 @@ class Run:
     def save(self, step: int, tokens: int) -> None:
         """Write ``step_<step>``, or begin to; collective. A failure leaves the previous checkpoint and raises."""
         self.recorder.expect(secrets.token_hex(16))
+        self.aside.catch_up()
         settle = nothing if self.wandb is None else self.wandb.settle
         self.saver.save(step, lambda contract: self._meta(step, tokens, contract), settle)
 
@@ -324,9 +350,9 @@ def _drive(
     run.done = run.start
     run.watcher = watcher = Watcher(config, run.assembly, run.mesh, run.comm, run.start, resumed, run.leads)
     stack.callback(watcher.close)
-    sinks: list[Callable[[StepMetrics], None]] = []
+    write: Callable[[StepMetrics], None] = nothing
     if run.leads:
-        sinks = _open_sinks(run, checkpoint, watcher, stack, say)
+        write = _open_sinks(run, checkpoint, watcher, stack, say)
     if run.start == 0 and config.train.eval_every:
         before = run.evaluate()
         if before is not None and run.leads:
@@ -334,15 +360,15 @@ def _drive(
                 step=0, loss=None, grad_norm=None, lr=None, tokens=0, tokens_per_second=None, step_ms=None, eval_loss=before
             )
             watcher.events.add("evaluation", 0, loss=before)
-            for sink in sinks[:-1]:
+            for sink in (write, *run.aside.sinks[:-1]):
                 sink(zero)
             say(f"held-out loss before training: {before:.3f} nats per token")
 
     def report(metrics: StepMetrics) -> None:
         if run.leads:
             told = watcher.complete(metrics)
-            for sink in sinks:
-                sink(told)
+            write(told)
+            run.aside.tell(told)
 
     parts = Parts(
         next_batch=run.next_batch,
@@ -355,6 +381,7 @@ def _drive(
         watch=run.watch,
         observe=run.observe,
         record=run.recorder.record,
+        meanwhile=run.aside.catch_up,
         describe=lambda result: routing_metrics(result.routing),
     )
     profiler = _profiler(run, say)
@@ -371,6 +398,7 @@ def _drive(
             watcher.events.add("error", run.done, kind=type(error).__name__, text=str(error).split("\n")[0])
         raise
     finally:
+        run.aside.catch_up()
         if run.progress is not None:
             run.progress.close()  # what is said from here on stands below it
     if run.leads:
@@ -388,8 +416,8 @@ def _profiler(run: Run, say: Callable[[str], None]) -> StepProfiler | None:
 
 def _open_sinks(
     run: Run, checkpoint: Checkpoint | None, watcher: Watcher, stack: ExitStack, say: Callable[[str], None]
-) -> list[Callable[[StepMetrics], None]]:
-    """On the leading rank: what takes each step's metrics, the progress line last."""
+) -> Callable[[StepMetrics], None]:
+    """On the leading rank: what takes each step's metrics at once; those that may wait are aside, the progress line last."""
     config = run.config
     config_file = _save_config(config, run.start)
     resume_step = None if checkpoint is None else run.start
@@ -426,7 +454,8 @@ def _open_sinks(
     run.progress = progress = stack.enter_context(Progress(config.train.steps, run.start, mode=config.logging.progress))
     run.saver.say = run.recorder.say = watcher.say = progress.message
     run.saver.events = watcher.events
-    return [writer.write, run.wandb.log, run.tensorboard.log, progress.update]
+    run.aside.sinks = [run.wandb.log, run.tensorboard.log, progress.update]
+    return writer.write
 
 
 def _stopper(config: Config, signals: StopSignals, env: LaunchEnv, saver: Saver) -> Callable[[], str | None]:

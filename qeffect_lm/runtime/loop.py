@@ -53,6 +53,7 @@ class Parts:
             every rank.
         describe: further metrics of a step's result, asked for after the step's host synchronisation.
         record: called with ``(step, tokens, batch, result)`` after each step, on every rank.
+        meanwhile: called once a step is launched, before the host waits for it: time that costs nothing where a device works.
     """
 
     next_batch: Callable[[], Any]
@@ -65,6 +66,7 @@ class Parts:
     watch: Callable[[], Callable[[], Mapping[str, Value]]] = lambda: dict
     observe: Callable[[int, bool], object] = lambda *_: None
     record: Callable[[int, int, Any, Result], object] = lambda *_: None
+    meanwhile: Callable[[], object] = lambda: None
     describe: Callable[[Any], Mapping[str, Value]] = lambda _: {}
 
 
@@ -94,6 +96,7 @@ def train(config: Config, parts: Parts, start: int, tokens: int) -> Outcome:
         logged = _logged(settings, step + 1, start)
         measured = parts.watch() if logged else None
         result = parts.step(step, batch)
+        parts.meanwhile()
         step += 1
         tokens += batch.tokens
         loss, skipped = float(result.loss), bool(result.skipped)  # the step's one host synchronisation

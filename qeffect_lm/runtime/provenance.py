@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from qeffect_lm import __version__
+from qeffect_lm.runtime.gpu_memory import reserved
 
 PACKAGES = (
     "torch", "numpy", "triton", "pydantic", "safetensors", "sentencepiece", "transformer-engine", "nvidia-cudnn-frontend",
@@ -67,6 +68,6 @@ def device_name(device: torch.device) -> str:
 def memory_bytes(device: torch.device) -> int:
     """What this process holds now: of a GPU all that torch has reserved there (graphs' pools too), else its resident memory."""
     if device.type == "cuda":
-        return torch.cuda.memory_reserved(device)
+        return reserved(device)
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * resource.getpagesize()

@@ -168,7 +168,10 @@ class ScaleWatch:
         if 0 < usual < length:
             found[fits(usual) & (after[:, usual - 1] > 0)] = usual
         for count in range(length + 1):
-            found[(found < 0) & fits(count)] = count
+            open_ = found < 0
+            if not open_.any():
+                break
+            found[open_ & fits(count)] = count
         return found
 
     def _next(self, history: np.ndarray, scale: np.ndarray) -> np.ndarray:

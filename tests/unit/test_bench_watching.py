@@ -47,7 +47,7 @@ def test_every_way_follows_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert (row["own_us"] > 1e6 * slow) == written, name
         assert row["own_share"] > 0 and len(row["ratios"]) == 1
         assert not written or row["ratio"] > 1.0
-    steps = 2 * 2  # two rounds of blocks of two; and two of everything before
+    steps = 2 * 3  # two rounds of blocks of two and one before them; and two of everything at first
     writing = [way for way in watching.WAYS if "metrics" in way.sinks]
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert len(rows) == steps * len(writing) + 2 and all("peak_leases" in row.extra for row in rows)

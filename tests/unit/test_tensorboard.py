@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from qeffect_lm.app.run import Aside, Run
+from qeffect_lm.app.saving import Saver
 from qeffect_lm.runtime.metrics import StepMetrics
 from qeffect_lm.runtime.tensorboard_logger import TensorboardLogger
+from tests.runs import CONFIG, run_here, write_config
 
 
 def events(path: Path) -> Iterator[Any]:
@@ -113,3 +116,42 @@ def test_a_failing_writer_is_given_up(tmp_path: Path, monkeypatch: pytest.Monkey
         logger.log(metrics(step))
     logger.finish()
     assert len(notices) == 1 and "steps from 2 on" in notices[0] and "No space left" in notices[0]
+
+
+def test_sinks_aside() -> None:
+    """On a GPU what takes time gets a step's metrics once the next step is launched, in order, none lost; else at once."""
+    for later in (False, True):
+        told: list[int] = []
+        aside = Aside(later, [lambda metrics, told=told: told.append(metrics.step)])
+        seen = []
+        for step in (1, 2, 3):
+            aside.catch_up()  # the step is launched
+            aside.tell(StepMetrics(step, 1.0, 1.0, 1e-3, 1, 1.0, 1.0))
+            seen.append(list(told))
+        aside.catch_up()
+        assert told == [1, 2, 3] and seen == ([[], [1], [1, 2]] if later else [[1], [1, 2], [1, 2, 3]])
+
+
+def test_a_run_whose_sinks_are_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: a step's row is written while the next step runs, before a checkpoint of its step, and at the end."""
+    pytest.importorskip("tensorboardX")
+    write_config(tmp_path, CONFIG.replace("{steps: 12}", "{steps: 5}").replace("backend: host_replay", "backend: eager"))
+    monkeypatch.setattr(Run, "__post_init__", lambda run: setattr(run, "aside", Aside(True)))
+    saved, seen, save, tell = {}, [], Saver.save, Aside.tell
+
+    def told() -> list[int]:
+        (file,) = files(tmp_path / "run")
+        return [step for step, _ in scalars(file)["loss"]]
+
+    def saving(saver: Saver, step: int, *arguments: Any) -> Any:
+        saved[step] = told()
+        return save(saver, step, *arguments)
+
+    def telling(aside: Aside, row: StepMetrics) -> None:
+        tell(aside, row)
+        seen.append(row.step in told() if row.step > 1 else False)
+
+    monkeypatch.setattr(Saver, "save", saving)
+    monkeypatch.setattr(Aside, "tell", telling)
+    assert run_here(tmp_path, "run", "logging.tensorboard=true", "train.eval_every=0")[0] == 0
+    assert saved == {3: [1, 2, 3], 5: [1, 2, 3, 4, 5]} and told() == [1, 2, 3, 4, 5] and seen == [False] * 5

@@ -3,7 +3,8 @@
 One training switches between ways of following it, each a block of steps long, so that they share objects, memory and machine;
 every round has them in another order. Two figures of each: its steps over those that nothing follows, paired by round, which
 has all that a way does anywhere (in the step, on other threads and processes), and as much noise as the control, a second
-block that nothing follows, shows; and the time that the loop spends in the way's own calls: exact, but of those only.
+block that nothing follows, shows; and the time that the host spends in the way's own calls: exact, but of those only, and more
+than the step takes longer where it is spent while a GPU works.
 
 One process a pipeline rank; ranks exchange what they exchange in a run. Tokens are made up.
 """
@@ -25,6 +26,7 @@ from typing import Any, TextIO
 from checkpoint import GroupCommunicator, SingleProcess
 from pipeline.measure import Meter, latency
 from qeffect_lm.app.assemble import Assembly, assemble, mesh_of
+from qeffect_lm.app.run import Aside
 from qeffect_lm.app.watching import Watcher
 from qeffect_lm.config import Config
 from qeffect_lm.runtime.metrics import MetricsWriter, StepMetrics, Value
@@ -95,6 +97,7 @@ class Followed:
     meter: Meter | None  # None where nothing of the work can be timed: the graph of a whole step
     watchers: dict[str, Watcher]
     sinks: dict[str, Sink]  # of the leading rank
+    aside: Aside  # those but metrics.jsonl
     typical: dict[str, Value] = field(default_factory=dict)  # further metrics, for ways that have none of their own
     steps: dict[str, int] = field(default_factory=dict)  # way → its last step
     number: int = 0
@@ -108,6 +111,9 @@ class Followed:
         ready = time.perf_counter()
         result = engine.step(self.number, batch)
         self.number += 1
+        launched = time.perf_counter()
+        self.aside.catch_up()
+        told_last = time.perf_counter() - launched
         loss, skipped = float(result.loss), bool(result.skipped)
         done = time.perf_counter()
         told: dict[str, Value] = {}
@@ -131,11 +137,13 @@ class Followed:
             )
             if way.judged and watcher is not None:
                 metrics = watcher.complete(metrics)
-            for name in way.sinks:
-                self.sinks[name](metrics)
+            if "metrics" in way.sinks:
+                self.sinks["metrics"](metrics)
+            self.aside.sinks = [self.sinks[name] for name in way.sinks if name != "metrics"]
+            self.aside.tell(metrics)
             self.typical = {**self.typical, **metrics.extra}
         end = time.perf_counter()
-        return end - began, ready - began + end - done
+        return end - began, ready - began + end - done + told_last
 
 
 def measure(config: Config, rank: int, rounds: int, say: Callable[[str], None], block: int = BLOCK) -> dict[str, Any]:
@@ -156,7 +164,8 @@ def measure(config: Config, rank: int, rounds: int, say: Callable[[str], None], 
         feed = itertools.cycle(inputs)
         for turn in range(rounds + 1):
             for way in order.sample(ways, len(ways)):
-                pairs = [followed.step(way, next(feed)) for _ in range(block)]
+                _, *pairs = [followed.step(way, next(feed)) for _ in range(block + 1)]  # before the first another way was on
+                followed.aside.catch_up()
                 if turn:
                     seconds[way.name].append([whole for whole, _ in pairs])
                     own[way.name] += [mine for _, mine in pairs]
@@ -229,7 +238,7 @@ def _followed(config: Config, rank: int, stack: ExitStack, first: Any, say: Call
         its = config.model_copy(update={"logging": logging, "run": config.run.model_copy(update={"dir": str(folder)})})
         watchers[way.name] = Watcher(its, assembly, mesh, comm, 0, False, rank == 0)
         stack.callback(watchers[way.name].close)
-    followed = Followed(config, assembly, meter, watchers, {})
+    followed = Followed(config, assembly, meter, watchers, {}, Aside(assembly.flat.device.type == "cuda"))
     if rank == 0:
         followed.sinks = _sinks(config, stack, watchers["warnings"], say)
     return followed
