@@ -111,10 +111,12 @@ class WeightCache:
         items = []
         for name, cached in self.cached.items():
             assert cached.rows is not None
-            label = f"cached_weight/{name}"
+            label, where = f"cached_weight/{name}", {}
             if flat is None:
                 items.append(LogicalTensor.whole(label, cached.rows, Role.CACHED_WEIGHT))
             else:
                 items += flat.logical(label, cached.rows, Role.CACHED_WEIGHT, name)
-            items.append(LogicalTensor.whole(f"cached_weight_scale_inv/{name}", cached.scale_inv, Role.CACHED_WEIGHT))
+                where = {"replicated": flat.entry(name).spec.replicated}
+            inverse = f"cached_weight_scale_inv/{name}"
+            items.append(LogicalTensor.whole(inverse, cached.scale_inv, Role.CACHED_WEIGHT, **where))
         return items

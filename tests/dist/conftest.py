@@ -9,6 +9,7 @@ SHORT = (
     "test_checkpoint_dist.py::test_a_rank_that_dies_while_writing_does_not_hang_the_other",
     "test_engine_dist.py::test_pipeline_equals_one_process[pp2, fp8, captured, dropout]",
     "test_engine_dist.py::test_dead_peer_is_named",
+    "test_expert_parallel.py::test_two_ranks",
     "test_layouts.py::test_no_product_is_left_out",
     "test_layouts.py::test_axes_in_any_order",
     "test_pipelining.py::test_every_schedule_equals_one_process_and_each_other",
