@@ -12,6 +12,7 @@ import torch
 
 from qeffect_lm.errors import UsageError
 from qeffect_lm.layers.dropout import host_key
+from qeffect_lm.parallel.context import ContextParallel
 
 
 class StepInput(Protocol):
@@ -32,7 +33,8 @@ class StepInput(Protocol):
 
 
 class StepBuffers:
-    """A rank's storages for one step's data.
+    """A rank's storages for one step's data. Steps come with whole rows; where sequences are cut over ranks (``cp``), s is a
+    rank's part of a row.
 
     Attributes:
         inputs: ``[m, b, s]`` int64 where the rank holds the first chunk, else None.
@@ -42,6 +44,7 @@ class StepBuffers:
         keys: ``[m]`` int64, the random key of every microbatch: of its place in the step over all replicas, so that the same
             samples draw the same numbers whatever the number of replicas.
         divisor: 0-dim, the step's number of valid tokens.
+        shape: of a whole step, ``(m, b, row)``.
     """
 
     def __init__(
@@ -56,12 +59,14 @@ class StepBuffers:
         replicas: int,
         masked: bool = False,
         documents: bool = False,
+        cp: ContextParallel | None = None,
     ) -> None:
-        self.divisor, self.shape = divisor, shape
+        self.divisor, self.shape, self._cp = divisor, shape, cp
         self._seed, self._replica, self._replicas = seed, replica, replicas
+        here = shape if cp is None else (*shape[:2], shape[2] // cp.size)
 
         def made(dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=divisor.device)
+            return torch.zeros(here, dtype=dtype, device=divisor.device)
 
         self.keys = torch.zeros(shape[0], dtype=torch.int64, device=divisor.device)
         self.inputs = made(torch.int64) if first else None
@@ -90,8 +95,26 @@ class StepBuffers:
         for name in names:
             mine = getattr(self, name)
             if mine is not None:
-                self._stage(mine, getattr(batch, name))
+                self._stage(mine, self.part(getattr(batch, name)))
         self.divisor.fill_(batch.tokens)
+
+    def part(self, rows: torch.Tensor) -> torch.Tensor:
+        """``[…, row]`` → what this rank has of each row."""
+        return rows if self._cp is None else self._cp.local(rows)
+
+    def elsewhere(self, batch: StepInput) -> StepInput:
+        """A batch of any number of microbatches where the pipeline computes, this rank's part of it, for what runs outside a
+        step (calibration, evaluation)."""
+        device = self.divisor.device
+        if device.type == "cpu" and self._cp is None:
+            return batch
+
+        def there(rows: torch.Tensor) -> torch.Tensor:
+            mine = self.part(rows)
+            return mine if device.type == "cpu" else mine.pin_memory().to(device, non_blocking=True)
+
+        starts = None if batch.starts is None else there(batch.starts)
+        return _DeviceBatch(there(batch.inputs), there(batch.targets), there(batch.loss_mask), batch.tokens, starts)
 
     @staticmethod
     def _stage(mine: torch.Tensor, given: torch.Tensor) -> None:
@@ -112,14 +135,3 @@ class _DeviceBatch:
     loss_mask: torch.Tensor
     tokens: int
     starts: torch.Tensor | None
-
-
-def on_device(batch: StepInput, device: torch.device) -> StepInput:
-    """A batch of any size where the pipeline computes, for what runs outside a step (calibration, evaluation)."""
-    if device.type == "cpu":
-        return batch
-    inputs, targets, mask = (
-        tensor.pin_memory().to(device, non_blocking=True) for tensor in (batch.inputs, batch.targets, batch.loss_mask)
-    )
-    starts = None if batch.starts is None else batch.starts.pin_memory().to(device, non_blocking=True)
-    return _DeviceBatch(inputs, targets, mask, batch.tokens, starts)

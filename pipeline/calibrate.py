@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.batch import StepInput, check_starts, on_device
+from pipeline.batch import StepInput, check_starts
 from pipeline.engine import Engine
 from qeffect_lm.contract.timeline import Direction
 from qeffect_lm.fp8.recipes import DelayedScaling
@@ -24,7 +24,7 @@ def calibrate(engine: Engine, batch: StepInput) -> None:
         PeerLostError: a neighbour died.
     """
     with engine.computing():
-        _calibrate(engine, on_device(batch, engine.divisor.device))
+        _calibrate(engine, engine.inputs.elsewhere(batch))
 
 
 def sample_underflow(engine: Engine, batch: StepInput, recipe: DelayedScaling) -> dict[str, float]:
@@ -42,7 +42,7 @@ def sample_underflow(engine: Engine, batch: StepInput, recipe: DelayedScaling) -
     recipe.shares = {}
     try:
         with engine.computing():
-            _run(engine, on_device(batch, engine.divisor.device))
+            _run(engine, engine.inputs.elsewhere(batch))
     finally:
         shares, recipe.shares = recipe.shares, None
         timeline.open_amax.copy_(before)

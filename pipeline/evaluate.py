@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.batch import StepInput, check_starts, on_device
+from pipeline.batch import StepInput, check_starts
 from pipeline.engine import Engine
 from pipeline.p2p import gather_rows
 from pipeline.stage import MicrobatchSlot
@@ -33,18 +33,18 @@ class Evaluator:
         """
         engine = self._engine
         ledger = engine.ledger
-        shape = next(iter(engine.stages.values())).shape
-        if tuple(batch.inputs.shape[1:]) != (shape.batch, shape.sequence):
+        shape = engine.inputs.shape[1:]
+        if tuple(batch.inputs.shape[1:]) != shape:
             raise UsageError(
                 f"evaluation on microbatches of {list(batch.inputs.shape[1:])} tokens, the pipeline's buffers hold "
-                f"{[shape.batch, shape.sequence]}: use data.microbatch_size sequences of data.seq_len"
+                f"{list(shape)}: use data.microbatch_size sequences of data.seq_len"
             )
         check_starts(batch, engine.inputs.starts)
         if ledger.checks:
             reads = tuple((name, "rows") for name in engine.cache.names)
             ledger.versions.require_all(reads, epoch=ledger.weight_epoch(), reader="evaluation")
         with engine.computing():
-            return self._run(on_device(batch, engine.divisor.device))
+            return self._run(engine.inputs.elsewhere(batch))
 
     def _run(self, batch: StepInput) -> float:
         engine = self._engine
@@ -56,9 +56,11 @@ class Evaluator:
         try:
             for microbatch in range(batch.inputs.shape[0]):
                 self._forward(batch, microbatch, total)
-            rows = torch.zeros(engine.mesh.size("pp"), 1, dtype=torch.float64, device=total.device)
-            gather_rows(rows, total, engine.mesh, "pp")
-            return float(rows.sum())
+            for axis in ("cp", "pp"):  # every token is counted on one rank of each
+                rows = total.new_zeros(engine.mesh.size(axis), 1)
+                gather_rows(rows, total, engine.mesh, axis)
+                total = rows.sum(0)
+            return float(total)
         finally:
             restore_generators(generators)
 

@@ -41,6 +41,7 @@ def cross_check(config: Config) -> list[str]:
         *_check_fp8(config),
         *_check_tensor(config),
         *_check_experts(config),
+        *_check_context(config),
         *_check_backend(config),
         *_check_pipeline(config),
         *_check_optim(config),
@@ -63,12 +64,14 @@ def _check_fp8(config: Config) -> Iterator[str]:
             f"{fp8.high_precision_last} exceed model.num_layers {model.num_layers}"
         )
     cut, whole = f" / parallel.tp {tp}" if tp > 1 else "", model.moe.num_experts is not None  # no rank has a part of an expert
+    cp, data = config.parallel.cp, config.data
+    part = f" / parallel.cp {cp}" if cp > 1 else ""
     widths = {
         "model.hidden_size": model.hidden_size,
         f"model.num_heads x model.head_dim{cut}": model.num_heads * model.head_dim // tp,
         f"model.num_kv_heads x model.head_dim{cut}": max(1, model.num_kv_heads // tp) * model.head_dim,
         f"model.ffn_size{cut * (not whole)}": model.ffn_size // (1 if whole else tp),
-        "data.seq_len x data.microbatch_size": config.data.seq_len * config.data.microbatch_size,
+        f"data.seq_len x data.microbatch_size{part}": data.seq_len * data.microbatch_size // cp,
     }
     multiple, what = FP8_MULTIPLE, "FP8 matrix products need"
     if fp8.recipe == "block":
@@ -84,11 +87,12 @@ def _check_tensor(config: Config) -> Iterator[str]:
     if tp == 1:
         return
     what = f"parallel.tp {tp}"
-    tokens = config.data.seq_len * config.data.microbatch_size
+    tokens, cp = config.data.seq_len * config.data.microbatch_size // parallel.cp, parallel.cp
     if parallel.sequence_parallel and tokens % tp:
+        part = f" / parallel.cp {cp}" if cp > 1 else ""
         yield (
-            f"data.seq_len x data.microbatch_size = {tokens} tokens are not divisible by parallel.tp {tp}: change one of them, "
-            "or set parallel.sequence_parallel=false"
+            f"data.seq_len x data.microbatch_size{part} = {tokens} tokens are not divisible by parallel.tp {tp}: change one of "
+            "them, or set parallel.sequence_parallel=false"
         )
     if config.precision.fp8.recipe in ("current", "block"):
         recipe = config.precision.fp8.recipe
@@ -112,6 +116,23 @@ def _check_experts(config: Config) -> Iterator[str]:
         yield f"{what}: ranks that share experts route their own tokens: set parallel.sequence_parallel=true, or parallel.tp=1"
     if parallel.tp == 1 and config.pipeline.schedule == "auto" and config.pipeline.costs.t_f is None:
         yield f"{what}: schedule auto measures all experts on one rank: give pipeline.costs, or choose a named schedule"
+
+
+def _check_context(config: Config) -> Iterator[str]:
+    """What sequences that are cut over ranks do not go with."""
+    cp, row = config.parallel.cp, config.data.seq_len
+    if cp == 1:
+        return
+    what = f"parallel.cp {cp}"
+    if row % (2 * cp):
+        yield (
+            f"data.seq_len {row} is not divisible by 2 x parallel.cp = {2 * cp}, the chunks of a sequence: change one of them "
+            f"(data.seq_len={-(-row // (2 * cp)) * 2 * cp} does)"
+        )
+    if config.model.backend == "te":
+        yield f"{what}: model.backend te runs without context parallelism so far: set 1, or model.backend=native"
+    if config.pipeline.schedule == "auto" and config.pipeline.costs.t_f is None:
+        yield f"{what}: schedule auto measures whole sequences only: give pipeline.costs, or choose a named schedule"
 
 
 def _check_backend(config: Config) -> Iterator[str]:

@@ -21,13 +21,11 @@ TOP = 12  # layouts that a sweep shows
 
 def run(args: argparse.Namespace) -> int:
     """``tools.plan CONFIG.yaml``."""
-    from qeffect_lm.app.assemble import check_supported
     from qeffect_lm.app.device import planned_device
     from qeffect_lm.app.layout import Layout
     from qeffect_lm.config import load_config
 
     config = load_config(args.config, args.overrides)
-    check_supported(config)
     if args.measure is not None:
         _measure(config, args.measure)
         args.profile = args.profile or args.measure

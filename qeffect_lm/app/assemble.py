@@ -58,6 +58,7 @@ from qeffect_lm.layers.moe import bind_experts, bind_statistics
 from qeffect_lm.optim.base import Optimizer
 from qeffect_lm.optim.flat import FlatBuffers, ParamSpec, Shard
 from qeffect_lm.optim.spikes import SpikeGate
+from qeffect_lm.parallel.context import ContextParallel
 from qeffect_lm.parallel.expert import ExpertParallel
 from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.parallel.tensor import TensorParallel
@@ -220,12 +221,6 @@ def mesh_of(config: Config, rank: int = 0) -> Mesh:
     return Mesh(config.parallel.sizes, rank)
 
 
-def check_supported(config: Config) -> None:
-    """Refuse what the configuration knows and training does not, yet."""
-    if config.parallel.cp > 1:
-        raise UsageError(f"parallel.cp={config.parallel.cp}: training supports 1 only, so far: set it to 1")
-
-
 def assemble(
     config: Config,
     mesh: Mesh | None = None,
@@ -253,7 +248,8 @@ def assemble(
     dtype = DTYPES[config.precision.dtype]
     recipe = make_recipe(config)
     tp = TensorParallel.of(mesh, config.parallel.sequence_parallel)
-    model = build_model(config, recipe, dtype, tp, ep=ExpertParallel.of(mesh))
+    cp = ContextParallel.of(mesh)
+    model = build_model(config, recipe, dtype, tp, cp, ep=ExpertParallel.of(mesh))
     if config.contract.mode != "off":
         # All ranks together prove the plan, before anything is allocated.
         prove_rank(plan, mesh.coord("pp"), replicas=mesh.size("data") > 1, tied=bool(model.ties), peers=mesh.size("peers") > 1)
@@ -320,6 +316,7 @@ def assemble(
         replicas=mesh.size("samples"),
         masked=any(stage.masked for stage in stages.values()),
         documents=config.data.documents == "reset",
+        cp=cp,
     )
     transport = None
     if plan.num_ranks > 1:
@@ -452,7 +449,8 @@ def _stages(
     dtype: torch.dtype,
 ) -> dict[int, Stage]:
     share = mesh.size("tp") if config.parallel.sequence_parallel else 1
-    shape = BorderShape(config.data.microbatch_size, config.data.seq_len, config.model.hidden_size, dtype, share)
+    sequence = config.data.seq_len // mesh.size("cp")
+    shape = BorderShape(config.data.microbatch_size, sequence, config.model.hidden_size, dtype, share)
     slots = plan.slots[mesh.coord("pp")]
     grads = {name: flat.grad(name) for name in flat.gradient_names}
     last = plan.placement.num_chunks - 1

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.plan import Plan
+from qeffect_lm.app.counts import tokens_here
 from qeffect_lm.app.layout import Block, Layout
 from qeffect_lm.app.profile import Part, Profile, in_fp8
 from qeffect_lm.app.rehearsal import PartBytes, Rehearsed, layer_kinds
@@ -209,7 +210,7 @@ class Clock:
 
     @property
     def _tokens(self) -> int:
-        return self.config.data.seq_len * self.config.data.microbatch_size
+        return tokens_here(self.config)
 
 
 def _times(part: Part) -> Times:

@@ -17,6 +17,11 @@ def active_parameters(specs: Iterable[ParameterSpec]) -> int:
     return sum(prod(spec.shape) * spec.active[0] // spec.active[1] for spec in specs)
 
 
+def tokens_here(config: Config) -> int:
+    """Tokens of a microbatch that a rank's layers see: a part of each sequence with context parallelism, else all."""
+    return config.data.seq_len * config.data.microbatch_size // config.parallel.cp
+
+
 def routing_sums(layers: int, specs: Iterable[ParameterSpec], device: torch.device) -> torch.Tensor | None:
     """Where routers sum up a step, a row for each decoder layer; the same shape on every rank, whether it holds a router or
     not. None without experts."""

@@ -9,9 +9,9 @@ from pipeline.plan import Plan
 from pipeline.simulate import simulate
 from pipeline.timeline_text import render
 from qeffect_lm.app import optimizer as optimizers
-from qeffect_lm.app.assemble import check_supported, make_plan
+from qeffect_lm.app.assemble import make_plan
 from qeffect_lm.app.auto_plan import decide, explain, needs_profile
-from qeffect_lm.app.counts import active_parameters, flop_per_token
+from qeffect_lm.app.counts import active_parameters, flop_per_token, tokens_here
 from qeffect_lm.app.device import planned_device
 from qeffect_lm.app.layout import Layout
 from qeffect_lm.app.memory import Memory
@@ -26,7 +26,6 @@ MIB = 1024 * 1024
 
 def describe(config: Config, gradients: bool = False) -> str:
     """The whole page, for a terminal 100 columns wide; ``gradients``: with the place of every main gradient."""
-    check_supported(config)
     plan, notes = _plan(config)
     layout = Layout(config)
     specs, device = layout.specs, planned_device(config)
@@ -93,8 +92,9 @@ def memory_table(memory: Memory) -> str:
     names = "parameters", "gradients", "optimizer", "FP8 caches", "activations", "peak"
     widths = 11, 10, 10, 11, 12, 9
     header = "rank " + " ".join(f"{name:>{width}}" for name, width in zip(names, widths, strict=True))
-    tp = memory.config.parallel.tp
-    each = f", each of {tp} tensor-parallel ranks" if tp > 1 else ""
+    words = {"tp": "tensor-parallel", "cp": "context-parallel"}
+    sizes = memory.config.parallel.sizes
+    each = "".join(f", each of {sizes[axis]} {word} ranks" for axis, word in words.items() if sizes[axis] > 1)
     lines = [f"memory per pipeline rank{each} (MiB), predicted; activations with slots and workspaces:", header]
     for rank in range(memory.plan.num_ranks):
         held = memory.of(rank)
@@ -134,7 +134,7 @@ def coalesced_places(layout: Layout, plan: Plan) -> list[str]:
     """With ``pipeline.coalesce_w``, per chunk how many places its operands of W have and how large one is."""
     if plan.coalesce_w == 1:
         return []
-    tokens = layout.config.data.seq_len * layout.config.data.microbatch_size
+    tokens = tokens_here(layout.config)
     lines = ["", f"W of {plan.coalesce_w} microbatches is one product; its operands in FP8 (part of the activations above):"]
     for rank, slots in enumerate(plan.slots):
         for chunk in plan.placement.chunks(rank):

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 from typing import Any
 
 from pipeline.actions import collector_paused
@@ -50,8 +51,7 @@ class Forecast:
 
     @property
     def gpus(self) -> int:
-        parallel = self.config.parallel
-        return parallel.pp * parallel.dp * parallel.tp
+        return self.config.parallel.world
 
     @property
     def tokens(self) -> int:
@@ -87,7 +87,7 @@ class Forecast:
 
 def batch_of(config: Config) -> int:
     """Sequences of a step, over all replicas."""
-    return config.pipeline.microbatches * config.data.microbatch_size * config.parallel.dp
+    return config.pipeline.microbatches * config.data.microbatch_size * config.parallel.samples
 
 
 def uneven(config: Config, chunks: int) -> str | None:
@@ -182,18 +182,20 @@ def choices(
 ) -> Iterator[tuple[Choice | None, str]]:
     """Every candidate of a sweep with the configuration's batch; None with a reason for what cannot be."""
     batch, layers = batch_of(config), config.model.num_layers
-    tp = config.parallel.tp
-    if gpus % tp:
-        raise UsageError(f"--gpus {gpus} does not divide by parallel.tp {tp}")
-    for pp in (size for size in range(1, gpus // tp + 1) if gpus // tp % size == 0):
-        dp = gpus // tp // pp
+    kept = {axis: size for axis, size in config.parallel.sizes.items() if axis not in ("pp", "dp") and size > 1}
+    share = prod(kept.values())
+    if gpus % share:
+        raise UsageError(f"--gpus {gpus} does not divide by parallel.{' x '.join(f'{a} {n}' for a, n in kept.items())}")
+    for pp in (size for size in range(1, gpus // share + 1) if gpus // share % size == 0):
+        dp = gpus // share // pp
+        replicas = dp * config.parallel.ep
         if pp > layers:
             yield None, "more stages than decoder layers"
             continue
         if pp > stages:
             yield None, f"more than {stages} stages (--stages)"
             continue
-        if batch % dp:
+        if batch % replicas:
             yield None, "the batch does not divide by the replicas"
             continue
         for size, schedule, recompute in product(MICROBATCH_SIZES, schedules, RECOMPUTES):
@@ -202,7 +204,7 @@ def choices(
             if recompute != "none" and config.model.backend == "te":
                 yield None, "Transformer Engine does not recompute"
                 continue
-            if batch // dp % size:
+            if batch // replicas % size:
                 yield None, "the batch does not divide by the microbatch size"
                 continue
             several = {"interleaved-1f1b": (2, 3), "zb-v": (2,), "dualpipev": (2,)}.get(schedule, (1,))
@@ -211,7 +213,7 @@ def choices(
                     yield None, "more chunks than decoder layers"
                 else:
                     named = chunks if schedule == "interleaved-1f1b" else None
-                    yield Choice(pp, dp, named, size, batch // dp // size, schedule, recompute), ""
+                    yield Choice(pp, dp, named, size, batch // replicas // size, schedule, recompute), ""
 
 
 def configured(config: Config, choice: Choice) -> Config:

@@ -20,6 +20,7 @@ from pipeline.plan import Plan
 from pipeline.tied import TIED
 from qeffect_lm.app import optimizer as optimizers
 from qeffect_lm.app.assemble import DTYPES, make_recipe, shard_of
+from qeffect_lm.app.counts import tokens_here
 from qeffect_lm.app.holdings import local_spec, param_specs, shape_only
 from qeffect_lm.config import Config
 from qeffect_lm.layers.joined import place_bytes
@@ -27,7 +28,7 @@ from qeffect_lm.layers.linear import SplitLinear
 from qeffect_lm.layers.moe import mixtures
 from qeffect_lm.optim.buckets import BucketPlan
 from qeffect_lm.optim.flat import Entry, ParamSpec, Shard, layout, plan_of
-from qeffect_lm.parallel.mesh import Mesh
+from qeffect_lm.parallel.mesh import Mesh, axes_of
 
 PIECES = 20_000  # of buckets and replicas together, up to which who owns what is worked out exactly
 
@@ -149,9 +150,9 @@ class Layout:
     @property
     def border(self) -> int:
         """Bytes of an activation between two chunks; with sequence parallelism a rank's part of it."""
-        data, parallel = self.config.data, self.config.parallel
+        parallel = self.config.parallel
         share = parallel.tp if parallel.sequence_parallel else 1
-        return data.seq_len * data.microbatch_size // share * self.config.model.hidden_size * self.dtype.itemsize
+        return tokens_here(self.config) // share * self.config.model.hidden_size * self.dtype.itemsize
 
     def received(self, source: str) -> int:
         """Elements of a parameter on one rank."""
@@ -160,7 +161,7 @@ class Layout:
     @property
     def shard(self) -> Shard | None:
         """How the replicas share the optimizer's state; None where each has all of it."""
-        return shard_of(self.config, Mesh({"dp": self.config.parallel.dp}))
+        return shard_of(self.config, Mesh({axis: self.config.parallel.sizes[axis] for axis in axes_of("replicas")}))
 
     def flat(self, params: Iterable[ParamSpec]) -> tuple[Mapping[str, Entry], list[int]]:
         """Where a rank's parameters lie, as :class:`~qeffect_lm.optim.flat.FlatBuffers` puts them."""

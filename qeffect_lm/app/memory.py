@@ -14,6 +14,7 @@ import torch
 
 from pipeline.actions import Kind
 from pipeline.plan import Plan
+from qeffect_lm.app.counts import tokens_here
 from qeffect_lm.app.layout import Block, Layout
 from qeffect_lm.app.rehearsal import Held, PartBytes, Rehearsed, layer_kinds
 from qeffect_lm.config import Config
@@ -158,7 +159,7 @@ def _borders(layout: Layout, plan: Plan, rank: int) -> int:
     """Slots' own buffers, W-slots of coalesced products, and the step's tokens."""
     data, slots = layout.config.data, plan.slots[rank]
     documents = data.documents == "reset"
-    tokens = data.seq_len * data.microbatch_size
+    tokens = tokens_here(layout.config)
     total, ends = 0, [False] * 3  # of the rank: first chunk, last chunk, a chunk that masks losses
     for index in plan.placement.chunks(rank):
         blocks = layout.chunk(plan, index)
@@ -186,7 +187,8 @@ def _workspaces(layout: Layout, plan: Plan, blocks: Sequence[Block], device: str
     shape = data.microbatch_size, data.seq_len, heads, group + 2, model.head_dim
     qkv = torch.empty(shape, dtype=layout.dtype, device="meta")
     attends = any(block.layer is not None for block in blocks) and layout.dtype is torch.bfloat16
-    return sums + WORKSPACE_BYTES + scores_bytes(qkv) * (attends and data.documents != "reset")
+    cudnn = attends and data.documents != "reset" and layout.config.parallel.cp == 1
+    return sums + WORKSPACE_BYTES + scores_bytes(qkv) * cudnn
 
 
 class Memory:
@@ -202,8 +204,7 @@ class Memory:
         self.layout, self.plan, self.rehearsed, self.device = layout, plan, rehearsed, device
         self.config: Config = layout.config
         self.kinds = layer_kinds(self.config)
-        data = self.config.data
-        self.tokens = data.seq_len * data.microbatch_size
+        self.tokens = tokens_here(self.config)
         self.border = layout.border
 
     # ---- one rank ------------------------------------------------------------------------------------------------

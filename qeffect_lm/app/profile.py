@@ -100,8 +100,8 @@ def message_seconds(config: Config, mesh: Mesh) -> float:
     queues = [Queue(a, b, d) for r in range(p - 1) for a, b, d in ((r, r + 1, "F"), (r + 1, r, "B"))]
     device = device_of(config)
     transport = Transport(mesh, queues, 1, config.launch.timeout_seconds, device)
-    data, dtype = config.data, DTYPES[config.precision.dtype]
-    like = torch.zeros(data.microbatch_size, data.seq_len, config.model.hidden_size, dtype=dtype, device=device)
+    shape = config.data.microbatch_size, config.data.seq_len // mesh.size("cp"), config.model.hidden_size
+    like = torch.zeros(shape, dtype=DTYPES[config.precision.dtype], device=device)
     seconds = latency(transport, Placement.linear(p), mesh, like)
     transport.close()
     return seconds

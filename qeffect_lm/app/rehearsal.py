@@ -198,7 +198,7 @@ def _small(config: Config, kinds: list[LayerKind], copies: int) -> Config:
     small["precision"]["fp8"] |= {"high_precision_last": 0}
     if config.precision.fp8.recipe == "block":  # Transformer Engine's own; its operands are as large
         small["precision"]["fp8"] |= {"recipe": "delayed"}
-    small["parallel"] = {key: small["parallel"][key] for key in ("ep", "tp", "sequence_parallel")}
+    small["parallel"] = {key: small["parallel"][key] for key in ("ep", "cp", "tp", "sequence_parallel")}
     joined = config.pipeline.coalesce_w if config.model.backend == "native" else 1
     small["pipeline"] = {
         "schedule": "interleaved-1f1b",
@@ -210,7 +210,7 @@ def _small(config: Config, kinds: list[LayerKind], copies: int) -> Config:
     small["graphs"] = {}
     small["contract"] = {"mode": "enforce"}
     small["run"] = {**small["run"], "device": "cpu"}
-    small["optim"] |= {"backend": "native"}
+    small["optim"] |= {"backend": "native", "zero": 0}
     small["checkpoint"] = {}
     return Config.from_dict(small)
 

@@ -19,7 +19,6 @@ from checkpoint.record import Part, StepRecord, differing, flatten
 from checkpoint.resume import contract_meta, is_saved, layout_of, saved_state
 from checkpoint.saved_run import check_saved_run
 from qeffect_lm.app import recording
-from qeffect_lm.app.assemble import check_supported
 from qeffect_lm.app.run import Run, build, join
 from qeffect_lm.app.shapes import saved_config
 from qeffect_lm.config import Config, config_diff_on_resume, load_config
@@ -81,7 +80,6 @@ def replay(
     """
     with TemporaryDirectory(prefix="qeffect-replay-") as scratch:
         config = replay_config(checkpoint, [*overrides, *overrides_of(control, checkpoint)], Path(scratch))
-        check_supported(config)
         check_world(config.parallel, env.world)
         if checkpoint.step >= config.train.steps:
             raise UsageError(

@@ -21,7 +21,7 @@ from checkpoint.comm import Communicator
 from checkpoint.saved_run import check_saved_run
 from pipeline.measure import Meter, StepWatch, latency
 from qeffect_lm import __version__
-from qeffect_lm.app.assemble import Assembly, assemble, check_supported, mesh_of
+from qeffect_lm.app.assemble import Assembly, assemble, mesh_of
 from qeffect_lm.app.auto_plan import agree_on_plan, choose_plan
 from qeffect_lm.app.counts import active_parameters
 from qeffect_lm.app.device import device_of
@@ -154,7 +154,8 @@ class Run:
         if rows is None or self.batch is None or self.batch.sources is None:
             return {}
         count = len(self.loader.sources)
-        which, counted = self.batch.sources.reshape(-1), self.batch.loss_mask.sum(-1).reshape(-1)
+        which = self.batch.sources.reshape(-1)
+        counted = self.assembly.engine.inputs.part(self.batch.loss_mask).sum(-1).reshape(-1)  # where rows are cut, of this part
         last = any(stage.last for stage in self.assembly.engine.stages.values())
         mine = torch.zeros(2, count, dtype=torch.float64)
         if last:  # who else has the same rows has no losses of them
@@ -215,7 +216,6 @@ def train_run(config: Config, env: LaunchEnv, say: Callable[[str], None] = print
     Raises:
         UsageError, QEffectError: see their messages; every rank raises or dies.
     """
-    check_supported(config)  # first: nobody should start more processes for what is not built
     check_world(config.parallel, env.world)
     check_tokenizer(config)
     if config.train.profile.ranges():

@@ -51,8 +51,7 @@ class ContextParallel(Exchange):
         size, rank = mesh.size("cp"), mesh.coord("cp")
         if size == 1:
             return None
-        others = tuple(peer for peer in mesh.peers("cp") if peer != mesh.rank)
-        return ContextParallel(size, rank, mesh.group("cp"), others)
+        return ContextParallel(size, rank, mesh.group("cp"), tuple(mesh.others("cp")))
 
     # ---- which tokens are here ---------------------------------------------------------------------------------
 
