@@ -247,8 +247,7 @@ def assemble(
     plan = plan or make_plan(config)
     dtype = DTYPES[config.precision.dtype]
     recipe = make_recipe(config)
-    tp = TensorParallel.of(mesh, config.parallel.sequence_parallel)
-    cp = ContextParallel.of(mesh)
+    tp, cp = TensorParallel.of(mesh, config.parallel.sequence_parallel), ContextParallel.of(mesh)
     model = build_model(config, recipe, dtype, tp, cp, ep=ExpertParallel.of(mesh))
     if config.contract.mode != "off":
         # All ranks together prove the plan, before anything is allocated.
@@ -312,8 +311,7 @@ def assemble(
         first=any(stage.first for stage in stages.values()),
         last=any(stage.last for stage in stages.values()),
         seed=config.run.seed,
-        replica=mesh.coord("samples"),
-        replicas=mesh.size("samples"),
+        **{"replica": mesh.coord("samples"), "replicas": mesh.size("samples")},
         masked=any(stage.masked for stage in stages.values()),
         documents=config.data.documents == "reset",
         cp=cp,

@@ -114,6 +114,10 @@ def assert_near_one(told: Any, state: dict[str, torch.Tensor], settings: dict[st
     assert abs(evaluated - losses[-1]) > 1e-6, "other data: another loss"
 
 
+MIXTRAL: dict[str, Any] = {
+    **FLOAT64, "model__family": "mixtral", "model__moe__num_experts": 4, "model__moe__aux_loss_coef": 0.01,
+    "model__moe__z_loss_coef": 0.001,
+}  # fmt: skip
 WINDOW: dict[str, Any] = {**FLOAT64, "model__family": "mistral", "model__sliding_window": 5}
 
 
@@ -137,8 +141,8 @@ SHORT: dict[str, Any] = {**QWEN2, "data__seq_len": 4, "data__microbatch_size": 1
 
 @pytest.mark.long
 def test_every_way_of_two_ranks() -> None:
-    """Dropout, documents, windows, recompute, rows of one token a chunk, Muon: each as one process in float64. Under FP8 eager
-    execution, whole steps captured, recompute and a contract that is off have the same bits."""
+    """Dropout, documents, windows, recompute, rows of one token a chunk, Muon, experts: each as one process in float64. Under
+    FP8 eager execution, whole steps captured, recompute and a contract that is off have the same bits."""
     narrow: dict[str, Any] = {"precision__dtype": "bfloat16", "model__dropout": 0.1}
     variants = [
         QWEN2,
@@ -148,6 +152,7 @@ def test_every_way_of_two_ranks() -> None:
         WINDOW,
         SHORT,
         {**QWEN2, "optim__name": "muon"},
+        {**MIXTRAL, **RESET},
         narrow,
         {**narrow, **REPLAY, "graphs__scope": "step"},
         {**narrow, **REPLAY, "model__recompute": "full"},
@@ -160,22 +165,24 @@ def test_every_way_of_two_ranks() -> None:
         {**narrow, "precision__fp8__recipe": "current"},
     ]
     told, states = run({"cp": 2}, variants)
-    for number in range(7):
+    for number in range(8):
         assert_near_one(told[number], states[number], variants[number])
-    for first, others in ((7, (8, 9, 10)), (11, (12,)), (13, (14,))):
+    for first, others in ((8, (9, 10, 11)), (12, (13,)), (14, (15,))):
         for number in others:
             assert told[number] == told[first] and differing(states[number], states[first]) == [], number
-    assert told[11] != told[7]
-    for number in (13, 15, 16):
-        assert told[number][0] == pytest.approx(told[7][0], abs=0.03), number
+    assert told[12] != told[8]
+    for number in (14, 16, 17):
+        assert told[number][0] == pytest.approx(told[8][0], abs=0.03), number
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("sizes", [{"cp": 2, "tp": 2}, {"pp": 2, "cp": 2}, {"dp": 2, "cp": 2}, {"cp": 4}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"cp": 2, "tp": 2}, {"pp": 2, "cp": 2}, {"dp": 2, "cp": 2}, {"ep": 2, "cp": 2}, {"cp": 4}], ids=str
+)
 def test_four_processes(sizes: dict[str, int]) -> None:
     """With tensor parallelism (tokens cut twice, and not), a pipeline with two chunks a rank, replicas that share the
     optimizer's state or not, and four ranks, of which some have padding alone in a chunk."""
-    replicas = sizes.get("dp", 1)
+    replicas = sizes.get("dp", 1) * sizes.get("ep", 1)
     more: dict[str, Any] = {}
     if "dp" in sizes:
         more = {"optim__zero": 1}
@@ -184,8 +191,11 @@ def test_four_processes(sizes: dict[str, int]) -> None:
     elif "tp" in sizes:
         more = {"parallel__sequence_parallel": False}
     variants = [{**GPT2, **RESET}, QWEN3, {**QWEN3, **more}, {**WINDOW, **RESET}]
+    if "ep" in sizes:
+        variants = [{**MIXTRAL, **RESET}, {**MIXTRAL, "model__dropout": 0.2}, {**MIXTRAL, **REPLAY}, MIXTRAL]
     if sizes != {"cp": 4}:  # 8 tokens a rank are none for FP8
-        variants += [{}, {**REPLAY, "graphs__scope": "step"}]
+        like = {"model__family": "mixtral", "model__moe__num_experts": 4} if "ep" in sizes else {}
+        variants += [like, {**like, **REPLAY, "graphs__scope": "step"}]
     told, states = run(sizes, variants)
     for number in range(4):
         assert_near_one(told[number], states[number], variants[number], replicas)

@@ -61,7 +61,7 @@ def test_dry_run_of_a_rank(tmp_path: Any) -> None:
     optimizer's state is shared."""
     file = tmp_path / "c.yaml"
     file.write_text(
-        "model: {vocab_size: 512, hidden_size: 64, num_layers: 2, num_heads: 4, num_kv_heads: 2, ffn_size: 128}\n"
+        "model: {vocab_size: 8192, hidden_size: 64, num_layers: 2, num_heads: 4, num_kv_heads: 2, ffn_size: 128}\n"
         "precision: {fp8: {recipe: delayed}}\ndata: {seq_len: 512, microbatch_size: 4}\nrun: {device: cpu}\n"
         "train: {steps: 4}\noptim: {zero: 1}\n"
     )
@@ -72,5 +72,5 @@ def test_dry_run_of_a_rank(tmp_path: Any) -> None:
         rows.append([float(cell) for cell in next(line for line in out.splitlines() if line.startswith("   0 ")).split()[1:]])
     parameters, _, optimizer, _, activations, _ = zip(*rows, strict=True)
     scratch = (8 * 65536 * 8 + 3 * 65536 * 4) / 2**20  # of norm and optimizer, the same for both
-    assert 0.5 < (activations[1] - scratch) / (activations[0] - scratch) < 0.65
-    assert optimizer[1] == pytest.approx(optimizer[0] / 2, rel=0.3) and parameters[0] > parameters[1] >= parameters[0] / 2
+    assert 0.45 < (activations[1] - scratch) / (activations[0] - scratch) < 0.65
+    assert optimizer[1] == pytest.approx(optimizer[0] / 2, rel=0.3) and parameters[0] == parameters[1]
