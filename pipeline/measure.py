@@ -35,8 +35,8 @@ Known = Callable[[torch.Tensor], bool]
 class StepWatch:
     """One step of one rank while it runs.
 
-    ``held`` is the most leases that the ledger's table held at once; ``states`` counts the most activation memory by what
-    ``sizes`` says of each chunk.
+    ``held`` is the most leases that the ledger's table held at once; ``most_retained`` the most activation memory, by what
+    ``sizes`` says of each chunk; ``grown``, once read, what a GPU's allocator gave out more than at the step's start.
     """
 
     engine: Engine
@@ -46,6 +46,7 @@ class StepWatch:
     held: int = 0
     retained: int = 0
     most_retained: int = 0
+    grown: int | None = None
     _began: Mark = 0.0
     _read: list[tuple[float, float]] = field(default_factory=list)
 
@@ -214,17 +215,24 @@ class Meter:
             self._engine.watch = watch
         return watch
 
+    def read(self, watch: StepWatch) -> None:
+        """The step is over, and the host has waited for it: take down what the next one overwrites."""
+        self._engine.watch = None
+        watch.read()
+        if watch.grown is None:
+            watch.grown = peak_allocated(self._device) - self._allocated if self._device.type == "cuda" else 0
+
     def report(self, watch: StepWatch) -> dict[str, float | list[float] | list[int]]:
         """Measured against predicted; equal on all ranks of a pipeline, collective over it. Lists have one entry per rank.
 
-        Call it after the host has waited for the step. The ranks exchange numbers of the host, so the pipeline's group must
-        take tensors of the CPU (gloo, or ``cpu:gloo,cuda:nccl``).
+        Call it after the host has waited for the step; once :meth:`read` was called, later too. The ranks exchange numbers of
+        the host, so the pipeline's group must take tensors of the CPU (gloo, or ``cpu:gloo,cuda:nccl``).
 
         Raises:
             PeerLostError: a peer was lost.
         """
         engine, plan = self._engine, self._engine.plan
-        engine.watch = None
+        self.read(watch)
         chunks = plan.placement.num_chunks
         times = watch.times()
         means = [_mean(times.get((kind, chunk), ())) for kind in KINDS for chunk in range(chunks)]
@@ -263,7 +271,7 @@ class Meter:
                 self._pools = engine.captured, sum(graph.pool_bytes for graph, _ in engine.captured.actions.values())
             retained = self._pools[1]
         if self._device.type == "cuda":
-            grown = peak_allocated(self._device) - self._allocated
+            grown = watch.grown or 0
             retained = grown if engine.captured is None else retained + grown
         return self._slots + retained, predicted
 

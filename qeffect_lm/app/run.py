@@ -39,7 +39,7 @@ from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.parallel.peers import naming
 from qeffect_lm.runtime.launch import LaunchEnv, StopSignals, check_world, init_process_group, shared_folder_check
 from qeffect_lm.runtime.lock import holding
-from qeffect_lm.runtime.loop import Outcome, Parts, train
+from qeffect_lm.runtime.loop import Finish, Outcome, Parts, train
 from qeffect_lm.runtime.metrics import MetricsWriter, StepMetrics, Value
 from qeffect_lm.runtime.progress import Progress
 from qeffect_lm.runtime.rng import seed_generators
@@ -48,27 +48,6 @@ from qeffect_lm.runtime.tensorboard_logger import TensorboardLogger
 from qeffect_lm.runtime.wandb_logger import WandbLogger
 
 SAVE_FAILED = 4  # in the agreement on going on: more than any reason to stop
-
-
-@dataclass
-class Aside:
-    """Sinks that nothing has to wait for: with a GPU they get a step's metrics while the next one runs there, so that the
-    milliseconds which clients and terminals take cost none."""
-
-    later: bool
-    sinks: list[Callable[[StepMetrics], object]] = field(default_factory=list)
-    waiting: list[StepMetrics] = field(default_factory=list)
-
-    def tell(self, metrics: StepMetrics) -> None:
-        self.waiting.append(metrics)
-        if not self.later:
-            self.catch_up()
-
-    def catch_up(self) -> None:
-        waiting, self.waiting = self.waiting, []
-        for metrics in waiting:
-            for sink in self.sinks:
-                sink(metrics)
 
 
 @dataclass
@@ -95,12 +74,8 @@ class Run:
     done: int = 0  # the last step that ran in this process
     watcher: Watcher | None = None  # once the run is about to begin
     progress: Progress | None = None
-    aside: Aside = field(init=False)
     recorder: Recorder = field(init=False)
     saver: Saver = field(init=False)  # once the run is about to begin
-
-    def __post_init__(self) -> None:
-        self.aside = Aside(self.assembly.flat.device.type == "cuda")
 
     @property
     def leads(self) -> bool:
@@ -125,19 +100,27 @@ class Run:
         timeline = self.assembly.timeline
         return timeline.epochs[Direction.FORWARD] if self.config.precision.fp8.recipe == "delayed" else None
 
-    def watch(self) -> Callable[[], dict[str, Value]]:
-        """Watch the next step; what it returns measures it against the plan, collective over the pipeline, and has the news of
-        saves."""
+    def watch(self) -> Callable[[], Finish]:
+        """Watch the next step; what it returns reads what the next but one overwrites, and returns what measures the step
+        against the plan, collective over the pipeline, and has the news of saves."""
         watched = self._start_meter()
 
-        def measured() -> dict[str, Value]:
-            told: dict[str, Value] = {"data_wait_ms": 1000 * self.waited}
-            seconds = 0.0
-            if self.meter is not None and watched is not None:
-                told, seconds = {**told, **self.meter.report(watched)}, self.meter.t_comm
-            if self.watcher is not None:
-                told |= self.watcher.publish(self.done, watched, seconds, 1000 * self.waited)
-            return {**told, **self.source_losses(), **self.saver.news()}
+        def measured() -> Finish:
+            told: dict[str, Value] = {"data_wait_ms": 1000 * self.waited, **self.source_losses(), **self.saver.news()}
+            step, waited, meter = self.done, self.waited, self.meter
+            if meter is not None and watched is not None:
+                meter.read(watched)
+
+            def finish() -> dict[str, Value]:
+                seconds = 0.0
+                if meter is not None and watched is not None:
+                    told.update(meter.report(watched))
+                    seconds = meter.t_comm
+                if self.watcher is not None:
+                    told.update(self.watcher.publish(step, watched, seconds, 1000 * waited))
+                return told
+
+            return finish
 
         return measured
 
@@ -185,7 +168,6 @@ class Run:
     def save(self, step: int, tokens: int) -> None:
         """Write ``step_<step>``, or begin to; collective. A failure leaves the previous checkpoint and raises."""
         self.recorder.expect(secrets.token_hex(16))
-        self.aside.catch_up()
         settle = nothing if self.wandb is None else self.wandb.settle
         self.saver.save(step, lambda contract: self._meta(step, tokens, contract), settle)
 
@@ -350,9 +332,9 @@ def _drive(
     run.done = run.start
     run.watcher = watcher = Watcher(config, run.assembly, run.mesh, run.comm, run.start, resumed, run.leads)
     stack.callback(watcher.close)
-    write: Callable[[StepMetrics], None] = nothing
+    sinks: list[Callable[[StepMetrics], None]] = []
     if run.leads:
-        write = _open_sinks(run, checkpoint, watcher, stack, say)
+        sinks = _open_sinks(run, checkpoint, watcher, stack, say)
     if run.start == 0 and config.train.eval_every:
         before = run.evaluate()
         if before is not None and run.leads:
@@ -360,15 +342,15 @@ def _drive(
                 step=0, loss=None, grad_norm=None, lr=None, tokens=0, tokens_per_second=None, step_ms=None, eval_loss=before
             )
             watcher.events.add("evaluation", 0, loss=before)
-            for sink in (write, *run.aside.sinks[:-1]):
+            for sink in sinks[:-1]:
                 sink(zero)
             say(f"held-out loss before training: {before:.3f} nats per token")
 
     def report(metrics: StepMetrics) -> None:
         if run.leads:
             told = watcher.complete(metrics)
-            write(told)
-            run.aside.tell(told)
+            for sink in sinks:
+                sink(told)
 
     parts = Parts(
         next_batch=run.next_batch,
@@ -381,8 +363,8 @@ def _drive(
         watch=run.watch,
         observe=run.observe,
         record=run.recorder.record,
-        meanwhile=run.aside.catch_up,
         describe=lambda result: routing_metrics(result.routing),
+        patient=run.assembly.flat.device.type == "cuda",
     )
     profiler = _profiler(run, say)
     if profiler is not None:
@@ -398,7 +380,6 @@ def _drive(
             watcher.events.add("error", run.done, kind=type(error).__name__, text=str(error).split("\n")[0])
         raise
     finally:
-        run.aside.catch_up()
         if run.progress is not None:
             run.progress.close()  # what is said from here on stands below it
     if run.leads:
@@ -416,8 +397,8 @@ def _profiler(run: Run, say: Callable[[str], None]) -> StepProfiler | None:
 
 def _open_sinks(
     run: Run, checkpoint: Checkpoint | None, watcher: Watcher, stack: ExitStack, say: Callable[[str], None]
-) -> Callable[[StepMetrics], None]:
-    """On the leading rank: what takes each step's metrics at once; those that may wait are aside, the progress line last."""
+) -> list[Callable[[StepMetrics], None]]:
+    """On the leading rank: what takes each step's metrics, the progress line last."""
     config = run.config
     config_file = _save_config(config, run.start)
     resume_step = None if checkpoint is None else run.start
@@ -454,8 +435,7 @@ def _open_sinks(
     run.progress = progress = stack.enter_context(Progress(config.train.steps, run.start, mode=config.logging.progress))
     run.saver.say = run.recorder.say = watcher.say = progress.message
     run.saver.events = watcher.events
-    run.aside.sinks = [run.wandb.log, run.tensorboard.log, progress.update]
-    return writer.write
+    return [writer.write, run.wandb.log, run.tensorboard.log, progress.update]
 
 
 def _stopper(config: Config, signals: StopSignals, env: LaunchEnv, saver: Saver) -> Callable[[], str | None]:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from qeffect_lm.config import Config, TrainConfig
 from qeffect_lm.errors import QEffectError
 from qeffect_lm.optim.spikes import NOT_FINITE, reason_text
 from qeffect_lm.runtime.metrics import StepMetrics, Value
+
+Finish = Callable[[], Mapping[str, Value]]
 
 
 class NonFiniteError(QEffectError):
@@ -48,12 +50,13 @@ class Parts:
         stop: why to stop now, agreed by all ranks, or None.
         report: called with each step's metrics on every rank (the sinks live on rank 0).
         watch: called before a step whose metrics will be reported; what it returns is called after the step's host
-            synchronisation and gives further metrics. Both on every rank.
+            synchronisation, reads what the next step overwrites, and returns what gives further metrics. All on every rank.
         observe: called with each step's number (from 1) and whether it was skipped, right after its host synchronisation, on
             every rank.
         describe: further metrics of a step's result, asked for after the step's host synchronisation.
         record: called with ``(step, tokens, batch, result)`` after each step, on every rank.
-        meanwhile: called once a step is launched, before the host waits for it: time that costs nothing where a device works.
+        patient: a step is reported once the next one is launched, before the host waits for it: a device works meanwhile, and
+            the milliseconds of reporting cost none. Before a save, and at the end, all steps are reported.
     """
 
     next_batch: Callable[[], Any]
@@ -63,11 +66,11 @@ class Parts:
     epoch: Callable[[], int | None]
     stop: Callable[[], str | None]
     report: Callable[[StepMetrics], object]
-    watch: Callable[[], Callable[[], Mapping[str, Value]]] = lambda: dict
+    watch: Callable[[], Callable[[], Finish]] = lambda: lambda: dict
     observe: Callable[[int, bool], object] = lambda *_: None
     record: Callable[[int, int, Any, Result], object] = lambda *_: None
-    meanwhile: Callable[[], object] = lambda: None
     describe: Callable[[Any], Mapping[str, Value]] = lambda _: {}
+    patient: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,12 +82,47 @@ class Outcome:
     stopped: str | None
 
 
+@dataclass
+class Reports:
+    """Steps that are not reported yet: at most one, with ``parts.patient``, else none."""
+
+    parts: Parts
+    waiting: list[tuple[StepMetrics, Finish]] = field(default_factory=list)
+
+    def add(self, metrics: StepMetrics, finish: Finish) -> None:
+        """``finish`` gives metrics beside those of ``metrics``."""
+        self.waiting.append((metrics, finish))
+        if not self.parts.patient:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        while self.waiting:
+            metrics, finish = self.waiting.pop(0)
+            self.parts.report(replace(metrics, extra={**finish(), **metrics.extra}))
+
+    def give_up(self) -> None:
+        """Report what is known: after an error, ranks do not wait for each other to know more."""
+        while self.waiting:
+            self.parts.report(self.waiting.pop(0)[0])
+
+
 def train(config: Config, parts: Parts, start: int, tokens: int) -> Outcome:
     """Run steps ``start + 1 … train.steps`` (counted from 1 as logged).
 
     Raises:
         NonFiniteError: with ``optim.nonfinite: raise``, at the step whose numbers were not finite.
     """
+    reports = Reports(parts)
+    try:
+        outcome = _train(config, parts, reports, start, tokens)
+        reports.catch_up()
+    except BaseException:
+        reports.give_up()
+        raise
+    return outcome
+
+
+def _train(config: Config, parts: Parts, reports: Reports, start: int, tokens: int) -> Outcome:
     settings = config.train
     saved = start
     stopped = parts.stop() if start < settings.steps else None  # asked to stop before the first step
@@ -96,15 +134,14 @@ def train(config: Config, parts: Parts, start: int, tokens: int) -> Outcome:
         logged = _logged(settings, step + 1, start)
         measured = parts.watch() if logged else None
         result = parts.step(step, batch)
-        parts.meanwhile()
+        reports.catch_up()
         step += 1
         tokens += batch.tokens
         loss, skipped = float(result.loss), bool(result.skipped)  # the step's one host synchronisation
         seconds = time.monotonic() - began
         parts.observe(step, skipped)
-        extra = measured() if measured is not None else {}
-        if logged or skipped:
-            extra = {**extra, **parts.describe(result)}
+        finish: Finish = measured() if measured is not None else dict
+        extra: Mapping[str, Value] = parts.describe(result) if logged or skipped else {}
         parts.record(step, tokens, batch, result)
         reason = int(result.reason) if skipped else 0
         if skipped:
@@ -116,27 +153,28 @@ def train(config: Config, parts: Parts, start: int, tokens: int) -> Outcome:
             )
         eval_loss = parts.evaluate() if _evaluated(settings, step) else None
         if logged or skipped:
-            parts.report(
-                StepMetrics(
-                    step=step,
-                    loss=loss,
-                    grad_norm=float(result.grad_norm),
-                    lr=float(result.lr),
-                    tokens=tokens,
-                    tokens_per_second=batch.tokens / seconds,
-                    step_ms=1000 * seconds,
-                    scale_epoch=epoch,
-                    skipped=skipped,
-                    eval_loss=eval_loss,
-                    extra=extra,
-                )
+            metrics = StepMetrics(
+                step=step,
+                loss=loss,
+                grad_norm=float(result.grad_norm),
+                lr=float(result.lr),
+                tokens=tokens,
+                tokens_per_second=batch.tokens / seconds,
+                step_ms=1000 * seconds,
+                scale_epoch=epoch,
+                skipped=skipped,
+                eval_loss=eval_loss,
+                extra=extra,
             )
+            reports.add(metrics, finish)
         stopped = parts.stop() if step < settings.steps else None
         every = config.checkpoint.every
         if stopped or (every and step % every == 0) or (step == settings.steps and config.checkpoint.save_at_end):
+            reports.catch_up()
             parts.save(step, tokens)
             saved = step
     if stopped and saved != step:
+        reports.catch_up()
         parts.save(step, tokens)
     return Outcome(step, tokens, stopped)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,7 +133,7 @@ def test_only_reported_steps_are_watched():
 
     def watch() -> Any:
         events.append("watch")
-        return lambda: (events.append("read"), {"bubble": 0.5, "peak_leases": [1, 2]})[1]
+        return lambda: (events.append("read"), lambda: {"bubble": 0.5, "peak_leases": [1, 2]})[1]
 
     def step(number: int, data: Any) -> Any:
         events.append(str(number + 1))
@@ -146,3 +147,33 @@ def test_only_reported_steps_are_watched():
     assert events == ["watch", "1", "read", "2", "watch", "3", "read", "4", "5", "watch", "6", "read", "watch", "7", "read"]
     assert [m.step for m in reported] == [1, 3, 6, 7]
     assert all(StepMetrics.from_json(m.to_json()).extra == {"bubble": 0.5, "peak_leases": [1, 2]} for m in reported)
+
+
+@pytest.mark.parametrize("patient", [False, True])
+def test_when_a_step_is_reported(patient):
+    """Patiently: once the next is launched, and before a save; what an error leaves is told with what is known by then."""
+    events: list[str] = []
+
+    def said(text: str, value: Any = None) -> Any:
+        events.append(text)
+        return value
+
+    def step(number: int, data: Any) -> Any:
+        said(f"run {number + 1}")
+        if number == 3:
+            raise ValueError("broken")
+        return SimpleNamespace(loss=1.0, grad_norm=1.0, lr=1e-3, skipped=False, reason=0)
+
+    parts = Parts(
+        next_batch=lambda: batch(0), step=step, evaluate=lambda: None, save=lambda step, _: said(f"save {step}"),
+        epoch=lambda: None, stop=lambda: None, watch=lambda: lambda: said("read", lambda: said("finish", {"bubble": 0.5})),
+        report=lambda metrics: said(f"report {metrics.step} {metrics.extra}"), patient=patient,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="broken"):
+        train(config(train__steps=7, checkpoint__every=2), parts, 0, 0)
+    told = [["finish", f"report {number} {{'bubble': 0.5}}"] for number in (1, 2, 3)]
+    if patient:
+        wanted = [["run 1", "read", "run 2"], told[0], ["read"], told[1], ["save 2", "run 3", "read", "run 4", "report 3 {}"]]
+    else:
+        wanted = [["run 1", "read"], told[0], ["run 2", "read"], told[1], ["save 2", "run 3", "read"], told[2], ["run 4"]]
+    assert events == [event for part in wanted for event in part]

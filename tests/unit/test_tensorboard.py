@@ -5,16 +5,17 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qeffect_lm.app.run import Aside, Run
+from qeffect_lm.app import run
 from qeffect_lm.app.saving import Saver
 from qeffect_lm.runtime.metrics import StepMetrics
 from qeffect_lm.runtime.tensorboard_logger import TensorboardLogger
-from tests.runs import CONFIG, run_here, write_config
+from tests.runs import CONFIG, metrics_of, run_here, write_config
 
 
 def events(path: Path) -> Iterator[Any]:
@@ -118,40 +119,31 @@ def test_a_failing_writer_is_given_up(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(notices) == 1 and "steps from 2 on" in notices[0] and "No space left" in notices[0]
 
 
-def test_sinks_aside() -> None:
-    """On a GPU what takes time gets a step's metrics once the next step is launched, in order, none lost; else at once."""
-    for later in (False, True):
-        told: list[int] = []
-        aside = Aside(later, [lambda metrics, told=told: told.append(metrics.step)])
-        seen = []
-        for step in (1, 2, 3):
-            aside.catch_up()  # the step is launched
-            aside.tell(StepMetrics(step, 1.0, 1.0, 1e-3, 1, 1.0, 1.0))
-            seen.append(list(told))
-        aside.catch_up()
-        assert told == [1, 2, 3] and seen == ([[], [1], [1, 2]] if later else [[1], [1, 2], [1, 2, 3]])
-
-
-def test_a_run_whose_sinks_are_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: a step's row is written while the next step runs, before a checkpoint of its step, and at the end."""
+def test_a_run_that_reports_while_the_next_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: a step's row is written once the next is launched, before a checkpoint of its step, and at the end."""
     pytest.importorskip("tensorboardX")
     write_config(tmp_path, CONFIG.replace("{steps: 12}", "{steps: 5}").replace("backend: host_replay", "backend: eager"))
-    monkeypatch.setattr(Run, "__post_init__", lambda run: setattr(run, "aside", Aside(True)))
-    saved, seen, save, tell = {}, [], Saver.save, Aside.tell
+    loop, save, observe = run.train, Saver.save, run.Run.observe
+    saved: dict[int, list[int]] = {}
+    seen: dict[int, list[int]] = {}
 
     def told() -> list[int]:
         (file,) = files(tmp_path / "run")
-        return [step for step, _ in scalars(file)["loss"]]
+        return [step for step, _ in scalars(file).get("loss", ())]
 
     def saving(saver: Saver, step: int, *arguments: Any) -> Any:
         saved[step] = told()
         return save(saver, step, *arguments)
 
-    def telling(aside: Aside, row: StepMetrics) -> None:
-        tell(aside, row)
-        seen.append(row.step in told() if row.step > 1 else False)
+    def observing(one: run.Run, step: int, skipped: bool) -> None:
+        seen[step] = told()
+        observe(one, step, skipped)
 
+    monkeypatch.setattr(run, "train", lambda config, parts, *rest: loop(config, replace(parts, patient=True), *rest))
     monkeypatch.setattr(Saver, "save", saving)
-    monkeypatch.setattr(Aside, "tell", telling)
+    monkeypatch.setattr(run.Run, "observe", observing)
     assert run_here(tmp_path, "run", "logging.tensorboard=true", "train.eval_every=0")[0] == 0
-    assert saved == {3: [1, 2, 3], 5: [1, 2, 3, 4, 5]} and told() == [1, 2, 3, 4, 5] and seen == [False] * 5
+    assert seen == {step: list(range(1, step)) for step in range(1, 6)}
+    assert saved == {3: [1, 2, 3], 5: [1, 2, 3, 4, 5]} and told() == [1, 2, 3, 4, 5]
+    rows = metrics_of(tmp_path, "run")
+    assert all(row.extra["bubble"] >= 0 and row.extra["peak_leases"] == row.extra["peak_leases_predicted"] for row in rows)

@@ -20,13 +20,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 from checkpoint import GroupCommunicator, SingleProcess
-from pipeline.measure import Meter, latency
+from pipeline.measure import Meter, StepWatch, latency
 from qeffect_lm.app.assemble import Assembly, assemble, mesh_of
-from qeffect_lm.app.run import Aside
 from qeffect_lm.app.watching import Watcher
 from qeffect_lm.config import Config
 from qeffect_lm.runtime.metrics import MetricsWriter, StepMetrics, Value
@@ -97,10 +97,11 @@ class Followed:
     meter: Meter | None  # None where nothing of the work can be timed: the graph of a whole step
     watchers: dict[str, Watcher]
     sinks: dict[str, Sink]  # of the leading rank
-    aside: Aside  # those but metrics.jsonl
+    patient: bool  # as the loop: what follows a step waits until the next is launched
     typical: dict[str, Value] = field(default_factory=dict)  # further metrics, for ways that have none of their own
     steps: dict[str, int] = field(default_factory=dict)  # way → its last step
     number: int = 0
+    waiting: Callable[[], None] | None = None
 
     def step(self, way: Way, batch: Any) -> tuple[float, float]:
         """One step as the loop runs it: seconds of all of it, and those in calls that follow it."""
@@ -112,38 +113,50 @@ class Followed:
         result = engine.step(self.number, batch)
         self.number += 1
         launched = time.perf_counter()
-        self.aside.catch_up()
-        told_last = time.perf_counter() - launched
+        self.catch_up()
+        told = time.perf_counter()
         loss, skipped = float(result.loss), bool(result.skipped)
         done = time.perf_counter()
-        told: dict[str, Value] = {}
         if watcher is not None:
             watcher.observe(step, skipped)
             watcher.sample(step, batch)
         if watch is not None and self.meter is not None:
+            self.meter.read(watch)
+        metrics = StepMetrics(
+            step=step,
+            loss=loss,
+            grad_norm=float(result.grad_norm) if way.sinks else None,
+            lr=float(result.lr) if way.sinks else None,
+            tokens=step * batch.tokens,
+            tokens_per_second=batch.tokens / (done - began),
+            step_ms=1000 * (done - began),
+        )
+        self.waiting = partial(self.tell, way, metrics, watch)
+        if not self.patient:
+            self.catch_up()
+        end = time.perf_counter()
+        return end - began, ready - began + told - launched + end - done
+
+    def tell(self, way: Way, metrics: StepMetrics, watch: StepWatch | None) -> None:
+        """What follows a step, and on a GPU is done while the next one runs."""
+        watcher = self.watchers.get(way.name)
+        told: dict[str, Value] = {}
+        if watch is not None and self.meter is not None:
             told |= self.meter.report(watch)
         if watcher is not None:
-            told |= watcher.publish(step, watch, self.meter.t_comm if self.meter else 0.0, 0.0)
+            told |= watcher.publish(metrics.step, watch, self.meter.t_comm if self.meter else 0.0, 0.0)
         if self.sinks and (way.judged or way.sinks):
-            metrics = StepMetrics(
-                step=step,
-                loss=loss,
-                grad_norm=float(result.grad_norm),
-                lr=float(result.lr),
-                tokens=step * batch.tokens,
-                tokens_per_second=batch.tokens / (done - began),
-                step_ms=1000 * (done - began),
-                extra=told or self.typical,
-            )
+            metrics = replace(metrics, extra=told or self.typical)
             if way.judged and watcher is not None:
                 metrics = watcher.complete(metrics)
-            if "metrics" in way.sinks:
-                self.sinks["metrics"](metrics)
-            self.aside.sinks = [self.sinks[name] for name in way.sinks if name != "metrics"]
-            self.aside.tell(metrics)
+            for name in way.sinks:
+                self.sinks[name](metrics)
             self.typical = {**self.typical, **metrics.extra}
-        end = time.perf_counter()
-        return end - began, ready - began + end - done + told_last
+
+    def catch_up(self) -> None:
+        waiting, self.waiting = self.waiting, None
+        if waiting is not None:
+            waiting()
 
 
 def measure(config: Config, rank: int, rounds: int, say: Callable[[str], None], block: int = BLOCK) -> dict[str, Any]:
@@ -165,7 +178,7 @@ def measure(config: Config, rank: int, rounds: int, say: Callable[[str], None], 
         for turn in range(rounds + 1):
             for way in order.sample(ways, len(ways)):
                 _, *pairs = [followed.step(way, next(feed)) for _ in range(block + 1)]  # before the first another way was on
-                followed.aside.catch_up()
+                followed.catch_up()
                 if turn:
                     seconds[way.name].append([whole for whole, _ in pairs])
                     own[way.name] += [mine for _, mine in pairs]
@@ -238,7 +251,7 @@ def _followed(config: Config, rank: int, stack: ExitStack, first: Any, say: Call
         its = config.model_copy(update={"logging": logging, "run": config.run.model_copy(update={"dir": str(folder)})})
         watchers[way.name] = Watcher(its, assembly, mesh, comm, 0, False, rank == 0)
         stack.callback(watchers[way.name].close)
-    followed = Followed(config, assembly, meter, watchers, {}, Aside(assembly.flat.device.type == "cuda"))
+    followed = Followed(config, assembly, meter, watchers, {}, assembly.flat.device.type == "cuda")
     if rank == 0:
         followed.sinks = _sinks(config, stack, watchers["warnings"], say)
     return followed
