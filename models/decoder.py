@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 import torch
 
 from models.parts import CrossEntropyPart, EmbeddingPart, HeadPart
-from models.spec import Chunk, ParameterSpec, Part, Place, layer_range
+from models.spec import Chunk, Kinds, ParameterSpec, Part, Place, layer_range
 from qeffect_lm.errors import UsageError
 from qeffect_lm.fp8.recipes import Recipe
 from qeffect_lm.layers.base import Deferred, Layer
 from qeffect_lm.layers.context import LayerContext
 from qeffect_lm.layers.dropout import KeyedDropout
-from qeffect_lm.layers.linear import SplitLinear
-from qeffect_lm.layers.te import TEBlock, TELinear
+from qeffect_lm.layers.te import TEBlock, TEColumnLinear, TELinear, TERowLinear
 from qeffect_lm.parallel.context import ContextParallel
 from qeffect_lm.parallel.expert import ExpertParallel
 from qeffect_lm.parallel.tensor import TensorParallel
@@ -135,10 +134,10 @@ class Decoder:
         in_fp8 = layer is not None and self.high_precision_first <= layer < self.num_layers - self.high_precision_last
         recipe = self.recipe if in_fp8 else None
         native = self.backend == "native" or layer is None
-        kind = SplitLinear if native else TELinear
+        kinds = Kinds() if native else Kinds(TELinear, TEColumnLinear, TERowLinear, "always")
         selective = layer is not None and self.recomputes(layer) == "selective"
         return Place(
-            name, self.hidden_size, self.num_layers, self.dtype, self.init_std, layer, recipe, kind, selective,
+            name, self.hidden_size, self.num_layers, self.dtype, self.init_std, layer, recipe, kinds, selective,
             self.tp, self.vocab_size, self.ep, self.cp,
         )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from models.spec import ParameterSpec, Place
+from models.spec import Kinds, ParameterSpec, Place
 from qeffect_lm.layers.base import Layer
 from qeffect_lm.layers.grouped import ExpertLinear
 from qeffect_lm.layers.moe import Expert, MoE
@@ -48,7 +48,7 @@ class MoEPart:
 
     def build(self, place: Place) -> Layer:
         h, experts = place.hidden_size, []
-        linears = replace(place, kind=ExpertLinear)
+        linears = replace(place, kinds=Kinds(ExpertLinear))
         for e in range(self.experts) if place.ep is None else place.ep.held(self.experts):
             gate_up = linears.linear(f"experts.{e}.gate_up", h, 2 * self.ffn_size)
             down = linears.linear(f"experts.{e}.down", self.ffn_size, h)

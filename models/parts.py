@@ -40,7 +40,7 @@ class RMSNormPart:
         return None
 
     def parameters(self, place: Place) -> list[ParameterSpec]:
-        return [place.vector("weight", place.hidden_size)]
+        return [place.vector("weight", place.hidden_size, summed=place.kinds.norms)]
 
     def build(self, place: Place) -> Layer:
         return RMSNorm(place.name, place.hidden_size, self.eps, place.dtype)

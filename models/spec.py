@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -54,6 +54,16 @@ class ParameterSpec:
     expert: int | None = None
 
 
+class Kinds(NamedTuple):
+    """Classes of linears: whole ones, and those that tensor parallelism cuts. ``norms``: where the gradient of a norm before
+    them is a part of a sum (``summed`` of :class:`ParameterSpec`): ``always``, if they add up what leaves its backward."""
+
+    whole: type[SplitLinear] = SplitLinear
+    column: type[ColumnParallelLinear] = ColumnParallelLinear
+    row: type[RowParallelLinear] = RowParallelLinear
+    norms: str = "tokens"
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a part goes, and what it shares with the parts around it.
@@ -65,7 +75,7 @@ class Place:
         dtype: of parameters and activations.
         init_std: of fresh matrices.
         recipe: FP8 recipe of the linears there; None: none in FP8.
-        kind: class of the linears there, the backend's.
+        kinds: classes of the linears there, the backend's.
         selective: a layer there keeps nothing between its products for I, which makes it again (``model.recompute``); a part
             may ignore it.
         tp: the rank's place among those that share each layer; None: there are no others. Only parts that say ``parallel`` get
@@ -82,7 +92,7 @@ class Place:
     init_std: float
     layer: int | None = None
     recipe: Recipe | None = None
-    kind: type[SplitLinear] = SplitLinear
+    kinds: Kinds = Kinds()
     selective: bool = False
     tp: TensorParallel | None = None
     vocab_size: int = 0
@@ -98,14 +108,14 @@ class Place:
 
     def linear(self, name: str, inputs: int, outputs: int, *, bias: bool = False) -> SplitLinear:
         """The linear ``<place>.<name>``: ``[..., inputs]`` → ``[..., outputs]``."""
-        return self.kind(f"{self.name}.{name}", inputs, outputs, bias=bias, recipe=self.recipe, dtype=self.dtype)
+        return self.kinds.whole(f"{self.name}.{name}", inputs, outputs, bias=bias, recipe=self.recipe, dtype=self.dtype)
 
     def column(self, name: str, inputs: int, outputs: int, *, bias: bool = False, cut: Cut | None = None) -> SplitLinear:
         """:meth:`linear`, whose outputs tensor parallelism cuts as ``cut`` says (None: in equal pieces)."""
         if self.tp is None:
             return self.linear(name, inputs, outputs, bias=bias)
         at = f"{self.name}.{name}"
-        return ColumnParallelLinear(
+        return self.kinds.column(
             at, inputs, outputs, tp=self.tp, cut=cut, bias=bias, recipe=self.recipe, dtype=self.dtype
         )  # fmt: skip
 
@@ -114,7 +124,7 @@ class Place:
         if self.tp is None:
             return self.linear(name, inputs, outputs, bias=bias)
         at = f"{self.name}.{name}"
-        return RowParallelLinear(at, inputs, outputs, tp=self.tp, bias=bias, recipe=self.recipe, dtype=self.dtype)
+        return self.kinds.row(at, inputs, outputs, tp=self.tp, bias=bias, recipe=self.recipe, dtype=self.dtype)
 
     @property
     def before(self) -> int:

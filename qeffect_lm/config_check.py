@@ -148,8 +148,6 @@ def _check_backend(config: Config) -> Iterator[str]:
         yield f"graphs.backend host_replay cannot repeat the kernels of model.backend te: set cuda_graphs or eager, {native}"
     if config.precision.dtype != "bfloat16":
         yield f"precision.dtype {config.precision.dtype}: model.backend te computes in bfloat16: set that, {native}"
-    if config.parallel.tp > 1:
-        yield f"parallel.tp {config.parallel.tp}: model.backend te runs without tensor parallelism so far: set 1, {native}"
     if fp8.recipe != "delayed" and fp8.recipe != "none" and fp8.margin:
         yield f"precision.fp8.margin {fp8.margin}: recipe {fp8.recipe} of model.backend te has no margin: set it to 0"
 

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from qeffect_lm import config_check
 from qeffect_lm.contract.errors import CollectiveError
+from qeffect_lm.layers import te
 from qeffect_lm.layers.dropout import KeyedDropout
 from qeffect_lm.parallel.linear import RowParallelLinear
 from qeffect_lm.parallel.mesh import Mesh
@@ -22,6 +24,7 @@ from qeffect_lm.parallel.peers import PeerLostError
 from qeffect_lm.parallel.tensor import TensorParallel
 from tests.dist.test_zero import data, items_of, together, whole
 from tests.helpers import run_distributed, start_distributed
+from tests.te_fake import fake_library
 from tests.tiny import Batch, batch, config, differing, train
 
 SIZES: dict[str, Any] = {"model__head_dim": 16, "model__ffn_size": 64, "model__num_layers": 2, "pipeline__microbatches": 2}
@@ -216,3 +219,44 @@ def test_a_lost_peer_is_named(captured: bool) -> None:
     said = start_distributed(_left_alone, 2, captured, timeout=120).wait(check=False)[0].value
     what = "allreduce in the replay of 0F" if captured else "a sum of embedding over tp"
     assert said is not None and f"rank 1 was lost during {what}" in said, said
+
+
+def _te_runs(rank: int, world: int, variants: list[dict[str, Any]]) -> list[Any]:
+    """Transformer Engine's stand-in, in float64 as well, which the real one has not."""
+    te.load = lambda device, recipe: fake_library()  # type: ignore[assignment]
+    config_check._check_backend = lambda _: iter(())  # type: ignore[assignment]
+    mesh = Mesh({"tp": world}, rank)
+    mesh.create_groups()
+    told = []
+    for settings in variants:
+        keys = {**SIZES, "model__backend": "te", "run__device": "auto", "parallel__tp": world, **settings}
+        run = train(config(**keys), 3, mesh=mesh, batches=lambda step: data(step, 0, 1))
+        held_out = run.assembly.evaluator.run(batch(99, 2))
+        told.append(((run.losses, run.norms, run.skipped, held_out), items_of(run.assembly)))
+    return told
+
+
+@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "all tokens"])
+def test_blocks_of_transformer_engine(sequence: bool) -> None:
+    """Its modules hold pieces, exchanges stand around them: float64 as one process, FP8 near it, scales of whole tensors."""
+    common = {"parallel__sequence_parallel": sequence, "model__dropout": 0.2}
+    fp8 = {"precision__dtype": "bfloat16", "precision__fp8": {"recipe": "delayed", "history": 3}}
+    variants = [{**common, **FLOAT64}, {**common, **fp8}]
+    one = [results for (results,) in [run_distributed(_te_runs, 1, [variant]) for variant in variants]]
+    two = run_distributed(_te_runs, 2, variants, timeout=400)
+    assert [told for told, _ in two[0]] == [told for told, _ in two[1]]
+    (alone, before), ((losses, norms, skipped, held_out), _) = one[0][0], two[0][0]
+    # The stand-in's weight gradients are made in float32: of what follows the first step less agrees.
+    assert losses[0] == pytest.approx(alone[0][0], rel=1e-12) and losses == pytest.approx(alone[0], rel=1e-8)
+    assert norms == pytest.approx(alone[1], rel=1e-6) and held_out == pytest.approx(alone[3], rel=1e-8) and not any(skipped)
+    state, expected = whole([rank[0][1] for rank in two]), whole([before])
+    masters = [name for name in expected if name.startswith("master/")]
+    assert state.keys() == expected.keys() and any("norm" in name for name in masters)
+    assert max(float((state[name] - expected[name]).abs().max()) for name in masters) < 1e-4
+    (alone, before), ((losses, *_), _) = one[1][0], two[0][1]
+    assert losses == pytest.approx(alone[0], abs=0.05) and len(set(losses)) == 3
+    state, expected = whole([rank[1][1] for rank in two]), whole([before])
+    scales = [name for name in expected if name.startswith("scale/")]
+    assert state.keys() == expected.keys() and any(not torch.equal(expected[name], torch.ones(())) for name in scales)
+    near = [float(state[name] / expected[name]) for name in scales]
+    assert all(0.5 < ratio < 2 for ratio in near) and sum(0.9 < ratio < 1.1 for ratio in near) > 0.8 * len(near)

@@ -54,14 +54,26 @@ def _shared(rank: int, world: int, variants: list[dict[str, Any]]) -> list[Any]:
 def test_two_ranks_on_one_gpu() -> None:
     """The kernels of cut layers: both ranks agree bit for bit in losses and norms, which are near one rank's."""
     chosen = (True, "none", 0.0), (True, "selective", 0.1), (False, "none", 0.1), (False, "full", 0.0)
-    variants: list[dict[str, Any]] = [
-        {"parallel__sequence_parallel": sequence, "model__recompute": recompute, "model__dropout": p}
-        for sequence, recompute, p in chosen
-    ]
+    _near_one_rank(
+        [
+            {"parallel__sequence_parallel": sequence, "model__recompute": recompute, "model__dropout": p}
+            for sequence, recompute, p in chosen
+        ]
+    )
+
+
+def test_two_ranks_of_transformer_engine_on_one_gpu() -> None:
+    """The same of its modules, which hold pieces."""
+    pytest.importorskip("transformer_engine")
+    _near_one_rank([{"parallel__sequence_parallel": sequence, "model__backend": "te"} for sequence in (True, False)])
+
+
+def _near_one_rank(variants: list[dict[str, Any]]) -> None:
     first, second = run_distributed(_shared, 2, variants, timeout=300, init=False)
     assert first == second
     for (losses, _), more in zip(first, variants, strict=True):
-        one = train(settings("eager", model__dropout=more["model__dropout"]), STEPS, batches=data)
+        alone = {key: value for key, value in more.items() if key in ("model__backend", "model__dropout")}
+        one = train(settings("eager", **alone), STEPS, batches=data)
         assert losses == pytest.approx(one.losses, abs=0.05) and losses[0] == pytest.approx(one.losses[0], abs=5e-3)
         assert len(set(losses)) == STEPS
 

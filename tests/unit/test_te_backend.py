@@ -43,7 +43,7 @@ GPU: dict[str, Any] = {"run__device": "cuda", "model__backend": "te", "precision
         ({"run__device": "cpu"}, "model.backend te needs a GPU, run.device is cpu: set run.device=cuda"),
         ({"graphs__backend": "host_replay"}, "host_replay cannot repeat the kernels of model.backend te"),
         ({"precision__dtype": "float32"}, "precision.dtype float32: model.backend te computes in bfloat16"),
-        ({"parallel__tp": 2}, "parallel.tp 2: model.backend te runs without tensor parallelism"),
+        ({"parallel__tp": 2, "precision__fp8": {"recipe": "block"}}, "parallel.tp 2: precision.fp8.recipe block scales each"),
         ({"precision__fp8": {"recipe": "current", "margin": 1}}, "precision.fp8.margin 1: recipe current of model.backend te"),
         ({"precision__fp8": {"recipe": "block"}}, "is not a multiple of 128, which block scaling needs"),
         ({"precision__fp8": {"recipe": "block"}, "model__backend": "native"}, "recipe block exists with model.backend te only"),

@@ -13,13 +13,24 @@ from torch import nn
 
 from qeffect_lm.contract.timeline import ScaleTimeline
 from qeffect_lm.fp8.recipes import Recipe
-from qeffect_lm.layers.te.block import TEBlock, TELinear
+from qeffect_lm.layers.te.block import TEBlock, TEColumnLinear, TELinear, TERowLinear
 from qeffect_lm.layers.te.cache import TEWeightCache
 from qeffect_lm.layers.te.library import Library, load
 from qeffect_lm.layers.te.modules import Setting
 from qeffect_lm.layers.te.recipe import BLOCK, BlockScaling, library_recipe
 
-__all__ = ["BLOCK", "BlockScaling", "Library", "TEBlock", "TELinear", "TEWeightCache", "connect", "load"]
+__all__ = [
+    "BLOCK",
+    "BlockScaling",
+    "Library",
+    "TEBlock",
+    "TEColumnLinear",
+    "TELinear",
+    "TERowLinear",
+    "TEWeightCache",
+    "connect",
+    "load",
+]
 
 
 def connect(

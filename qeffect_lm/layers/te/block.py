@@ -6,6 +6,9 @@ and evaluation go through Transformer Engine's modules over the same parameters:
 
     LayerNormLinear (norm, qkv) → RoPE → DotProductAttention → Linear (out) → + x → LayerNormMLP (norm, gate_up, down) → + x
 
+With tensor parallelism they have a rank's pieces, and exchanges stand around them: before a norm tokens are gathered, as they
+are, and each rank normalises all of them; in I what comes out of the norm's backward, which is linear, is added.
+
 ``te.TransformerLayer`` would be one module, but cannot delay weight gradients.
 """
 
@@ -27,6 +30,8 @@ from qeffect_lm.layers.rope import apply_rope
 from qeffect_lm.layers.te.modules import CoreAttention, Products, Setting, norm_linear, norm_mlp, plain_linear
 from qeffect_lm.layers.te.recipe import BlockScaling
 from qeffect_lm.layers.te.weight_grad import DelayedProduct
+from qeffect_lm.parallel.borders import entered, left
+from qeffect_lm.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 
 class NativeBlock(Protocol):
@@ -52,6 +57,14 @@ class TELinear(SplitLinear):
         delayed.run(self.name, self.grad_view(), scope.write_grad(self.weight_name))
 
 
+class TEColumnLinear(TELinear, ColumnParallelLinear):
+    """A rank's rows of one."""
+
+
+class TERowLinear(TELinear, RowParallelLinear):
+    """A rank's columns of one."""
+
+
 @dataclass(frozen=True)
 class _Modules:
     """Hidden from ``nn.Module``: their parameters are the native block's."""
@@ -67,7 +80,8 @@ class _Modules:
 
 
 class TEBlock(Layer):
-    """``[batch, sequence, hidden]`` → same, by Transformer Engine once :meth:`connect` was called."""
+    """``[batch, sequence, hidden]`` (``[tokens of this rank, hidden]`` where tokens are cut) → same, by Transformer Engine once
+    :meth:`connect` was called."""
 
     def __init__(self, native: Any) -> None:
         super().__init__(native.name)
@@ -95,11 +109,14 @@ class TEBlock(Layer):
         modules = self._modules_of_te
         if modules is None:
             raise RuntimeError(f"{self.name}: connect() comes before the first forward")
-        batch, sequence, _ = x.shape
-        q, k, v = rotated_heads(self.native.attention, modules.qkv(x, context).view(batch, sequence, -1))
-        attended = modules.out(modules.core(q, k, v, context), context)
+        attention, mlp, tp = self.native.attention, self.native.mlp, getattr(self.native.attention.qkv, "tp", None)
+        batch, sequence = context.grid_of(x)
+        projected = modules.qkv(entered(x, tp, context, attention.qkv.name), context)
+        q, k, v = rotated_heads(attention, projected.view(batch, sequence, -1))
+        attended = left(modules.out(modules.core(q, k, v, context), context), tp, context, attention.out.name)
         x = x + self.native.attention_dropout(attended, context)
-        return x + self.native.mlp_dropout(modules.mlp(x, context), context)
+        made = left(modules.mlp(entered(x, tp, context, mlp.gate_up.name), context), tp, context, mlp.down.name)
+        return x + self.native.mlp_dropout(made, context)
 
 
 def rotated_heads(attention: Attention, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
