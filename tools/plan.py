@@ -1,7 +1,7 @@
 """Plan a run before it begins: memory, time, cost and timeline; draw and check pipeline schedules.
 
     python -m tools.plan models/configs/bench-m.yaml parallel.pp=2 --device h200 --tokens 20e9 --price 2.5
-    python -m tools.plan models/configs/llama3.1-8b.yaml --device h200 --sweep --gpus 64 --memory 141GB
+    python -m tools.plan models/configs/llama3.1-8b.yaml --device h200 --sweep --gpus 64 --memory 141GB --batch-tokens 4194304
     python -m tools.plan models/configs/tiny.yaml --measure profile.json
 
 With a configuration (and overrides, as train.py takes them) the page says what will run: layers and memory of every rank by
@@ -156,7 +156,11 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("overrides", nargs="*", default=[], metavar="section.key=value", help="override single keys")
     group = parser.add_argument_group("planning a run")
     add = group.add_argument
-    add("--device", metavar="NAME", help="plan for this device: h200 has measured ceilings, cpu has none")
+    add(
+        "--device",
+        metavar="NAME",
+        help="plan for this device: h200 has measured ceilings, cpu has none; a YAML file has 'base: h200' and other constants",
+    )
     add("--profile", metavar="FILE", type=Path, help="times of the run's own layers, from --measure")
     add("--measure", metavar="FILE", type=Path, help="measure the run's layers on this machine first, into FILE")
     add("--tokens", type=float, metavar="N", help="budget, for days and GPU-hours (the run's train.steps)")
@@ -164,10 +168,13 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--sweep", action="store_true", help="compare layouts of --gpus GPUs that fit --memory, and rank them")
     add("--gpus", type=int, metavar="N", help="with --sweep; --stages P: most pipeline stages looked at (16)")
     add("--schedules", metavar="LIST", help="with --sweep: schedules to look at (1f1b,zb-h1,zb-h2,zb-v,interleaved-1f1b)")
+    add("--batch-tokens", type=float, metavar="N", help="with --sweep: tokens of a step in every layout (the configuration's)")
+    add("--context", type=int, metavar="C", help="with --sweep: most context-parallel ranks looked at (16)")
+    add("--top", type=int, metavar="N", help="with --sweep: layouts that are ranked for certain (12)")
     add("--html", metavar="FILE", type=Path, help="write the page to a file that needs no other")
 
 
-RUN = "device", "profile", "measure", "tokens", "price", "sweep", "gpus", "schedules", "html"
+RUN = "device", "profile", "measure", "tokens", "price", "sweep", "gpus", "schedules", "html", "batch_tokens", "context", "top"
 RUN_TOO = "memory", "stages", "svg", "json", "width", "traceback", "config", "overrides"
 
 
@@ -177,9 +184,12 @@ def _plan_run(args: argparse.Namespace) -> int:
     given = {name for name, value in vars(args).items() if value not in (None, False, [])}
     for name in sorted(given - {*RUN, *RUN_TOO}):
         raise UsageError(f"--{name.replace('_', '-')} is of a schedule by itself: leave it out, or the configuration")
-    for name in ("gpus", "schedules", "memory", "stages"):
+    for name in ("gpus", "schedules", "memory", "stages", "batch_tokens", "context", "top"):
         if name in given and not args.sweep:
-            raise UsageError(f"--{name} goes with --sweep; the configuration says the layout")
+            raise UsageError(f"--{name.replace('_', '-')} goes with --sweep; the configuration says the layout")
+    for name in ("gpus", "stages", "context", "top"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise UsageError(f"--{name} {getattr(args, name)}: a number from 1 on")
     if args.price is not None and args.price < 0 or args.tokens is not None and args.tokens <= 0:
         raise UsageError("--tokens and --price are numbers above 0")
     if args.price is not None and args.device in (None, "cpu") and args.profile is None and args.measure is None:

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from qeffect_lm.app.profile import Profile
 
 GIB = 2**30
-TOP = 12  # layouts that a sweep shows
+ALWAYS = (
+    "exchanges of F and I run on the stream that computes: all of their time shows; gradients are reduced beside the work, from "
+    "a chunk's last W on, which is no slower for it; no exchange slows down another",
+    "attention is as fast with few heads as with many; routers, norms' gradients over tp, data and saves take no time",
+)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,8 +60,8 @@ class Given:
                 f"({args.profile})"
             )
         if self.ceilings is not None:
-            self.assumptions += [f"{self.ceilings.name}: {source}" for source in self.ceilings.sources]
-            self.assumptions.append("replicas reduce after the pipeline, nothing of it hidden; data and saves take no time")
+            self.assumptions += self.ceilings.said()
+            self.assumptions += ALWAYS
         elif self.profile is not None:
             self.assumptions.append("the optimizer's step, reduction over replicas, data and saves are not in the times")
         self.assumptions.append("memory is what torch's allocator gives out; a GPU's own context (some 500 MiB) is not in it")
@@ -74,7 +78,7 @@ class Given:
 
     def clock(self, layout: Any, rehearsed: Any) -> Any:
         """None where there is nothing to tell times by."""
-        from qeffect_lm.app.ceilings import Clock
+        from qeffect_lm.app.clock import Clock
 
         timed = self.ceilings is not None or self.profile is not None
         return Clock(layout, rehearsed, self.ceilings, self.profile) if timed else None
@@ -146,13 +150,11 @@ def _report(layout: Any, seen: Any, given: Given) -> dict[str, Any]:
     numbers = plan.placement.num_chunks
     report: dict[str, Any] = {
         "name": config.run.name,
-        "title": f"{config.run.name}: {plan.schedule}, pp {plan.num_ranks}, dp {config.parallel.dp}, "
+        "title": f"{config.run.name}: {plan.schedule}, {axes_of(config.parallel.sizes)}, "
         f"{plan.microbatches} microbatches, bubble {100 * simulation.makespan_bubble:.1f} %",
         "layout": {
             "gpus": seen.gpus,
-            "pp": plan.num_ranks,
-            "dp": config.parallel.dp,
-            "tp": config.parallel.tp,
+            **config.parallel.sizes,
             "schedule": plan.schedule,
             "placement": list(plan.placement.ranks),
             "microbatches": plan.microbatches,
@@ -185,6 +187,8 @@ def _report(layout: Any, seen: Any, given: Given) -> dict[str, Any]:
             "pipeline_seconds": seen.simulation.makespan,
             "end_seconds": seen.end,
             "message_seconds": seen.message,
+            "exposed_seconds": seen.exposed,
+            "hidden_seconds": seen.hidden,
             "chunks": [dict(zip(("F", "I", "W"), times, strict=True)) for times in seen.times],
             "tokens_per_second": seen.tokens_per_second,
             "tokens_per_day": 86400 * seen.tokens_per_second,
@@ -196,28 +200,37 @@ def _report(layout: Any, seen: Any, given: Given) -> dict[str, Any]:
 
 
 def _sweep(args: argparse.Namespace, layout: Any, given: Given) -> int:
-    from qeffect_lm.app.forecast import SWEPT, sweep
+    from qeffect_lm.app.forecast import batch_of
     from qeffect_lm.app.rehearsal import rehearse
+    from qeffect_lm.app.sweep import CONTEXT, SCHEDULES, STAGES, TOP, Limits, Sweep, batch_sequences
 
     if args.gpus is None or args.memory is None:
         raise UsageError("--sweep needs --gpus N and --memory SIZE of one GPU (141GB)")
-    limit = parse_bytes(args.memory)
-    if limit is None:
+    memory = parse_bytes(args.memory)
+    if memory is None:
         raise UsageError(f"--memory {args.memory}: a size with its unit is needed, as 80GB or 75GiB")
     if given.ceilings is None:
         raise UsageError("--sweep ranks by time, and a profile is of one microbatch size: name the device (--device h200)")
     if given.profile is not None:
         raise UsageError("--sweep looks at many microbatch sizes, a profile is of one: leave --profile out")
-    known: dict[Any, Any] = {}
+    config, first = layout.config, list[Any]()
 
     def rehearsal(config: Any) -> Any:
-        key = config.data.microbatch_size, config.model.recompute
-        if key not in known:
-            known[key] = rehearse(config, given.device)
-        return known[key]
+        found = rehearse(config, given.device, first[0] if first else None)
+        first.append(found)
+        return found
 
-    names = SWEPT if args.schedules is None else tuple(args.schedules.split(","))
-    found = sweep(layout, args.gpus, limit, given.device, rehearsal, given.clock, names, args.stages or 16)
+    limits = Limits(
+        gpus=args.gpus,
+        memory=memory,
+        batch=batch_sequences(config, args.batch_tokens),
+        schedules=SCHEDULES if args.schedules is None else tuple(args.schedules.split(",")),
+        stages=args.stages or STAGES,
+        context=args.context or CONTEXT,
+        node=given.ceilings.gpus_per_node,
+        top=args.top or TOP,
+    )
+    found = Sweep(config, limits, given.device, rehearsal, given.clock).run()
     given.assume(layout)
     rows = [
         {
@@ -226,19 +239,27 @@ def _sweep(args: argparse.Namespace, layout: Any, given: Given) -> int:
             "step_seconds": seen.seconds,
             "tokens_per_second": seen.tokens_per_second,
             "bubble": 0.0 if seen.simulation is None else seen.simulation.makespan_bubble,
+            "exposed_seconds": seen.exposed,
+            "hidden_seconds": seen.hidden,
             "model_tflops_per_gpu": (seen.flops(layout) or 0.0) / 1e12,
-            **seen.budget(given.tokens or layout.config.train.steps * seen.tokens, given.price),
+            **seen.budget(given.tokens or config.train.steps * seen.tokens, given.price),
         }
         for choice, seen in found.ranked
     ]
     report = {
-        "name": layout.config.run.name,
+        "name": config.run.name,
         "gpus": args.gpus,
-        "memory_limit": limit,
+        "memory_limit": memory,
+        "batch_tokens": limits.batch * config.data.seq_len,
+        "top": limits.top,
         "looked_at": found.looked_at,
         "left_out": dict(found.refused),
         "ranked": rows,
-        "assumptions": [*given.assumptions, "the batch is the configuration's; once full, a pipeline repeats itself"],
+        "assumptions": [
+            *given.assumptions,
+            "the batch is the configuration's" if limits.batch == batch_of(config) else "the batch is --batch-tokens'",
+            "once full, a pipeline repeats itself",
+        ],
     }
     if args.html is not None:
         from tools.plan_page import sweep_page
@@ -272,6 +293,12 @@ def _table(title: str, head: list[str], rows: list[list[str]]) -> Any:
     return table
 
 
+def axes_of(sizes: Any) -> str:
+    """The axes of a layout in words; pp and dp always, others where they are."""
+    named = [axis for axis in ("pp", "dp", "ep", "cp", "tp") if axis in ("pp", "dp") or sizes[axis] > 1]
+    return ", ".join(f"{axis} {sizes[axis]}" for axis in named)
+
+
 def facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Names and values of the page's head."""
     layout, time = report["layout"], report["time"]
@@ -282,8 +309,7 @@ def facts(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("model", f"{report['parameters']:,} parameters{used}; {report['model_flop_per_token']:.4g} FLOP a token"),
         (
             "layout",
-            f"{layout['gpus']} {'GPUs' if report['device'] != 'cpu' else 'CPU ranks'}: pp {layout['pp']}, "
-            f"dp {layout['dp']}, tp {layout['tp']}, "
+            f"{layout['gpus']} {'GPUs' if report['device'] != 'cpu' else 'CPU ranks'}: {axes_of(layout)}, "
             f"ZeRO {layout['zero']}, {layout['schedule']}, {layout['graphs']}{recompute}",
         ),
         (
@@ -310,6 +336,7 @@ def facts(report: dict[str, Any]) -> list[tuple[str, str]]:
             f"{1000 * time['end_seconds']:.4g} its end); {time['model_tflops_per_gpu']:.4g} model TFLOP/s a GPU",
         )
     )
+    lines += [("exposed" if n == 0 else "", line) for n, line in enumerate(exposed_lines(time))]
     lines.append(("speed", f"{time['tokens_per_second']:,.0f} tokens/s, {time['tokens_per_day'] / 1e9:,.4g} billion a day"))
     budget = report["budget"]
     cost = f", cost {budget['cost']:,.0f}" if "cost" in budget else ""
@@ -361,25 +388,28 @@ def _show(report: dict[str, Any], seen: Any, width: int | None) -> None:
         console.print(f"- {line}", markup=False)
 
 
-def sweep_rows(report: dict[str, Any], most: int = TOP) -> tuple[list[str], list[list[str]]]:
+def sweep_rows(report: dict[str, Any], most: int | None = None) -> tuple[list[str], list[list[str]]]:
     """The first layouts of a sweep."""
-    head = ["", "pp", "dp", "schedule", "microbatches", "recompute", "GiB", "ms", "bubble %", "tokens/s", "TFLOP/s", "days"]
+    axes = [axis for axis in ("tp", "pp", "dp", "ep", "cp") if any(row[axis] > 1 for row in report["ranked"])] or ["dp"]
+    head = ["", *axes, "schedule", "microbatches", "ZeRO", "recompute", "GiB", "ms", "bubble %", "exposed %", "tokens/s"]
+    head += ["TFLOP/s", "days"]
     rows = [
         [
             str(number),
-            str(row["pp"]),
-            str(row["dp"]),
+            *(str(row[axis]) for axis in axes),
             row["schedule"] + ("" if row["chunks"] is None else f" x{row['chunks']}"),
             f"{row['microbatches']} of {row['microbatch_size']}",
+            str(row["zero"]),
             row["recompute"],
             f"{row['peak_bytes'] / GIB:.1f}",
             f"{1000 * row['step_seconds']:.4g}",
             f"{100 * row['bubble']:.1f}",
+            f"{100 * sum(row['exposed_seconds'].values()) / row['step_seconds']:.1f}",
             f"{row['tokens_per_second']:,.0f}",
             f"{row['model_tflops_per_gpu']:.0f}",
             f"{row['days']:.4g}",
         ]
-        for number, row in enumerate(report["ranked"][:most], 1)
+        for number, row in enumerate(report["ranked"][: report["top"] if most is None else most], 1)
     ]
     if report["ranked"] and "cost" in report["ranked"][0]:
         head.append("cost")
@@ -387,13 +417,28 @@ def sweep_rows(report: dict[str, Any], most: int = TOP) -> tuple[list[str], list
     return head, rows
 
 
+def exposed_lines(row: dict[str, Any]) -> list[str]:
+    """A layout's exchanges that nothing hides, each in milliseconds and as a share of the step."""
+    step = row["step_seconds"]
+    lines = [f"{kind}: {1000 * took:.4g} ms, {100 * took / step:.1f} %" for kind, took in row["exposed_seconds"].items()]
+    if row["hidden_seconds"]:
+        lines.append(f"beside the work: {1000 * row['hidden_seconds']:.4g} ms of gradients over replicas")
+    return lines or ["none"]
+
+
 def _show_sweep(report: dict[str, Any], width: int | None) -> None:
     console = _console(width)
-    console.rule(f"{report['name']} on {report['gpus']} GPUs of {format_bytes(report['memory_limit'])}")
-    fit = len(report["ranked"])
-    shown = f", the first {TOP} of them:" if fit > TOP else ":"
-    console.print(f"{report['looked_at']} layouts, {fit} fit{shown}", markup=False)
+    console.rule(f"{report['name']} on {report['gpus']} GPUs of {format_bytes(report['memory_limit'])}: predictions")
+    fit, top = len(report["ranked"]), report["top"]
+    shown = f", the first {top} of them:" if fit > top else ":"
+    console.print(
+        f"{report['batch_tokens']:,} tokens a step; {report['looked_at']} layouts, {fit} planned and fit{shown}", markup=False
+    )
     console.print(_table("", *sweep_rows(report)))
+    if fit:
+        console.print("exchanges that show, of the first", style="bold")
+        for line in exposed_lines(report["ranked"][0]):
+            console.print(f"- {line}", markup=False)
     console.print("left out", style="bold")
     for reason, count in sorted(report["left_out"].items(), key=lambda one: -one[1]):
         console.print(f"- {count:4} {reason}", markup=False)

@@ -28,6 +28,7 @@ from qeffect_lm.layers.linear import SplitLinear
 from qeffect_lm.layers.moe import mixtures
 from qeffect_lm.optim.buckets import BucketPlan
 from qeffect_lm.optim.flat import Entry, ParamSpec, Shard, layout, plan_of
+from qeffect_lm.optim.norm import BlockOrder
 from qeffect_lm.parallel.mesh import Mesh, axes_of
 
 PIECES = 20_000  # of buckets and replicas together, up to which who owns what is worked out exactly
@@ -55,6 +56,23 @@ class Block:
     routes: bool
 
 
+@dataclass(frozen=True)
+class Held:
+    """Parameters of a pipeline rank, tied weights among them.
+
+    Attributes:
+        size, trained: elements without tied weights, and those of them that train.
+        groups: group → elements whose gradients are reduced together, and those of them that no expert has.
+        norm_blocks: blocks of the norm.
+    """
+
+    params: list[ParamSpec]
+    size: int
+    trained: int
+    groups: dict[int, tuple[int, int]]
+    norm_blocks: int
+
+
 class Layout:
     """Blocks of a configuration's model, and what ranks hold of them.
 
@@ -70,6 +88,7 @@ class Layout:
         self.specs: dict[str, ParameterSpec] = {spec.name: spec for spec in self.model.parameters()}
         self.blocks = self._blocks()
         self._owned: dict[Any, tuple[int, int, int]] = {}
+        self._held: dict[Any, Held] = {}
         self.even: set[int] = set()  # numbers of replicas whose shares of the state were taken as even
 
     def of(self, config: Config) -> Layout:
@@ -123,13 +142,35 @@ class Layout:
 
     def params(self, plan: Plan, rank: int) -> list[ParamSpec]:
         """The parameters and tied weights of one pipeline rank."""
-        sources = self.model.ties.values()
-        return [
-            replace(param, group=TIED if param.name in sources else index)
-            for index in plan.placement.chunks(rank)
-            for block in self.chunk(plan, index)
-            for param in block.params
-        ]
+        return self.held(plan, rank).params
+
+    def held(self, plan: Plan, rank: int) -> Held:
+        """The same with sums, made once for all layouts that put the same on a rank."""
+        chunks = tuple(plan.placement.chunks(rank))
+        key = tuple(self.config.chunk_layers(plan.placement.num_chunks)), chunks
+        if key not in self._held:
+            sources = self.model.ties.values()
+            params = [
+                replace(param, group=TIED if param.name in sources else index)
+                for index in chunks
+                for block in self.chunk(plan, index)
+                for param in block.params
+            ]
+            trained: dict[int, tuple[int, int]] = {}
+            for param in params:
+                every, dense = trained.get(param.group, (0, 0))
+                size = param.numel * param.trainable
+                of_all = self.specs[param.tied_to or param.name].expert is None
+                trained[param.group] = every + size, dense + size * of_all
+            own = [param for param in params if param.tied_to is None]
+            self._held[key] = Held(
+                params,
+                sum(param.numel for param in own),
+                sum(param.numel for param in own if param.trainable),
+                trained,
+                sum(BlockOrder.blocks_of(param.numel) for param in params if param.trainable),
+            )
+        return self._held[key]
 
     # ---- the flat storage ----------------------------------------------------------------------------------------
 
@@ -148,11 +189,16 @@ class Layout:
         return self.master_size if dtype is None else dtype.itemsize
 
     @property
+    def tokens(self) -> int:
+        """Of a microbatch, on a rank and its tensor-parallel peers."""
+        return tokens_here(self.config)
+
+    @property
     def border(self) -> int:
         """Bytes of an activation between two chunks; with sequence parallelism a rank's part of it."""
         parallel = self.config.parallel
         share = parallel.tp if parallel.sequence_parallel else 1
-        return tokens_here(self.config) // share * self.config.model.hidden_size * self.dtype.itemsize
+        return self.tokens // share * self.config.model.hidden_size * self.dtype.itemsize
 
     def received(self, source: str) -> int:
         """Elements of a parameter on one rank."""
@@ -174,13 +220,13 @@ class Layout:
         shard = self.shard
         if shard is None:
             return None
-        params = [param for param in self.params(plan, rank) if param.tied_to is None]
-        every, trained = sum(p.numel for p in params), sum(p.numel for p in params if p.trainable)
+        held = self.held(plan, rank)
+        every, trained = held.size, held.trained
         bucket = max(1, shard.bucket_bytes // self.grad_size)
         if shard.ranks * every > PIECES * bucket:  # the table itself would take minutes: even shares
             self.even.add(shard.ranks)
             return -(-every // shard.ranks), -(-trained // shard.ranks), min(every, bucket)
-        sizes = tuple((param.numel, param.decay, param.group) for param in params)
+        sizes = tuple((param.numel, param.decay, param.group) for param in held.params if param.tied_to is None)
         groups = {group: i for i, group in enumerate(dict.fromkeys(group for _, _, group in sizes))}
         key = shard.ranks, shard.bucket_bytes, tuple((size, decay, groups[group]) for size, decay, group in sizes)
         if key not in self._owned:

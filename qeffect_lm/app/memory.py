@@ -14,7 +14,6 @@ import torch
 
 from pipeline.actions import Kind
 from pipeline.plan import Plan
-from qeffect_lm.app.counts import tokens_here
 from qeffect_lm.app.layout import Block, Layout
 from qeffect_lm.app.rehearsal import Held, PartBytes, Rehearsed, layer_kinds
 from qeffect_lm.config import Config
@@ -22,7 +21,7 @@ from qeffect_lm.kernels.cublaslt_api import WORKSPACE_BYTES
 from qeffect_lm.kernels.cudnn_attention import scores_bytes
 from qeffect_lm.optim.adamw import CPU_CHUNK
 from qeffect_lm.optim.buckets import BLOCK
-from qeffect_lm.optim.norm import ROWS, BlockOrder
+from qeffect_lm.optim.norm import ROWS
 
 RESIDENT = "parameters", "masters", "moments", "main gradients", "FP8 weight caches", "slots and inputs", "workspaces"
 PASSING = "I leases", "W leases", "logits", "work in progress"
@@ -128,10 +127,9 @@ def along(plan: Plan, rank: int, chunks: dict[int, ChunkBytes]) -> _Sum:
 
 def resident_bytes(layout: Layout, plan: Plan, rank: int, device: str) -> dict[str, int]:
     """What lies there all the time, by :data:`RESIDENT`."""
-    held, blocks = layout.params(plan, rank), layout.rank(plan, rank)
+    sums, blocks = layout.held(plan, rank), layout.rank(plan, rank)
+    held, size, trained = sums.params, sums.size, sums.trained
     names = {param.name for param in held if param.tied_to is None}
-    size = sum(param.numel for param in held if param.tied_to is None)
-    trained = sum(param.numel for param in held if param.tied_to is None and param.trainable)
     tied = [param for param in held if param.tied_to is not None]
     copies = sum(param.numel for param in tied if param.tied_to not in names)
     # What arrives from other ranks before it is added: of copies of tied weights, and of replicas a bucket's.
@@ -151,15 +149,14 @@ def resident_bytes(layout: Layout, plan: Plan, rank: int, device: str) -> dict[s
         "main gradients": gradients * layout.grad_size,
         "FP8 weight caches": 2 * sum(block.cached for block in blocks),
         "slots and inputs": _borders(layout, plan, rank) + sum(block.buffers for block in blocks),
-        "workspaces": _workspaces(layout, plan, blocks, device),
+        "workspaces": _workspaces(layout, plan, rank, blocks, device),
     }
 
 
 def _borders(layout: Layout, plan: Plan, rank: int) -> int:
     """Slots' own buffers, W-slots of coalesced products, and the step's tokens."""
     data, slots = layout.config.data, plan.slots[rank]
-    documents = data.documents == "reset"
-    tokens = tokens_here(layout.config)
+    documents, tokens = data.documents == "reset", layout.tokens
     total, ends = 0, [False] * 3  # of the rank: first chunk, last chunk, a chunk that masks losses
     for index in plan.placement.chunks(rank):
         blocks = layout.chunk(plan, index)
@@ -174,10 +171,9 @@ def _borders(layout: Layout, plan: Plan, rank: int) -> int:
     return total + plan.microbatches * tokens * (ends[0] * 8 + ends[1] * 8 + ends[2] * 4 + documents * 4)
 
 
-def _workspaces(layout: Layout, plan: Plan, blocks: Sequence[Block], device: str) -> int:
+def _workspaces(layout: Layout, plan: Plan, rank: int, blocks: Sequence[Block], device: str) -> int:
     """Of libraries on a GPU; of the optimizer and the norm on a CPU; sums of the norm's blocks."""
-    blocks_of = [BlockOrder.blocks_of(param.numel) for block in blocks for param in block.params if param.trainable]
-    sums = 8 * sum(blocks_of) * (2 * plan.num_ranks + 3)
+    sums = 8 * layout.held(plan, rank).norm_blocks * (2 * plan.num_ranks + 3)
     if device == "cpu":
         scratch = min(CPU_CHUNK, sum(param.numel for block in blocks for param in block.params))
         return sums + 3 * scratch * layout.master_size + ROWS * BLOCK * 8
@@ -187,8 +183,8 @@ def _workspaces(layout: Layout, plan: Plan, blocks: Sequence[Block], device: str
     shape = data.microbatch_size, data.seq_len, heads, group + 2, model.head_dim
     qkv = torch.empty(shape, dtype=layout.dtype, device="meta")
     attends = any(block.layer is not None for block in blocks) and layout.dtype is torch.bfloat16
-    cudnn = attends and data.documents != "reset" and layout.config.parallel.cp == 1
-    return sums + WORKSPACE_BYTES + scores_bytes(qkv) * cudnn
+    ours = data.documents == "reset" or layout.config.parallel.cp > 1  # kernels of our own, without a workspace
+    return sums + WORKSPACE_BYTES + scores_bytes(qkv) * (attends and not ours)
 
 
 class Memory:
@@ -204,7 +200,7 @@ class Memory:
         self.layout, self.plan, self.rehearsed, self.device = layout, plan, rehearsed, device
         self.config: Config = layout.config
         self.kinds = layer_kinds(self.config)
-        self.tokens = tokens_here(self.config)
+        self.tokens = layout.tokens
         self.border = layout.border
 
     # ---- one rank ------------------------------------------------------------------------------------------------
@@ -272,7 +268,7 @@ class Memory:
 
     def _end(self, rank: int) -> Counts:
         """Bytes at the peak of a step's end, and all that it makes."""
-        elements = sum(param.numel for param in self.layout.params(self.plan, rank) if param.tied_to is None)
+        elements = self.layout.held(self.plan, rank).size
         at = [[max(0.0, a + b * elements) for a, b in piece] for piece in self.rehearsed.end.values()]
         return round(max(peak for peak, _ in at)), round(sum(made for _, made in at))
 

@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -46,6 +46,9 @@ class Held:
     peak: int = 0
     made: int = 0
 
+    def times(self, factor: int) -> Held:
+        return Held(self.left * factor, self.peak * factor, self.made * factor)
+
 
 @dataclass(frozen=True)
 class PartBytes:
@@ -54,6 +57,12 @@ class PartBytes:
     f: Held
     i: Held
     w: Held
+
+    def times(self, factor: int) -> PartBytes:
+        return PartBytes(self.f.times(factor), self.i.times(factor), self.w.times(factor))
+
+
+_Parts = tuple[PartBytes, dict["LayerKind", PartBytes], PartBytes]
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,19 @@ class Rehearsed:
     calibration: tuple[PartBytes, dict[LayerKind, PartBytes], PartBytes] | None
     end: dict[str, tuple[tuple[float, float], tuple[float, float]]]
     kernels: bool
+
+    def times(self, factor: int) -> Rehearsed:
+        """Of a microbatch of so many times the sequences: but for a few bytes of counts all that it holds grows with them."""
+        if factor == 1:
+            return self
+        calibration = None if self.calibration is None else _times(self.calibration, factor)
+        embedding, layers, head = _times((self.embedding, self.layers, self.head), factor)
+        return replace(self, embedding=embedding, layers=layers, head=head, calibration=calibration)
+
+
+def _times(parts: _Parts, factor: int) -> _Parts:
+    embedding, layers, head = parts
+    return embedding.times(factor), {kind: part.times(factor) for kind, part in layers.items()}, head.times(factor)
 
 
 class Live(TorchDispatchMode):
@@ -159,15 +181,21 @@ class _AttentionOnly:
         return torch.empty_like(qkv)
 
 
-def rehearse(config: Config, device: str) -> Rehearsed:
-    """Run the parts of ``config``'s model on a device (``cpu`` or ``cuda``) that need not be there; some 100 ms a part."""
+def rehearse(config: Config, device: str, like: Rehearsed | None = None) -> Rehearsed:
+    """Run the parts of ``config``'s model on a device (``cpu`` or ``cuda``) that need not be there; some 100 ms a part.
+
+    ``like``: of the same model in another layout, whose step's end holds as much for as many elements.
+    """
     kinds = sorted(set(layer_kinds(config)))
-    found = [_rehearse(config, kinds, copies, device) for copies in (1, 2)]
-    (parts, calibration, ends, elements), (_, _, more_ends, more) = found
-    end = {
-        name: (_line(elements, one.peak, more, more_ends[name].peak), _line(elements, one.made, more, more_ends[name].made))
-        for name, one in ends.items()
-    }
+    parts, calibration, ends, elements = _rehearse(config, kinds, 1, device)
+    if like is None:
+        _, _, more_ends, more = _rehearse(config, kinds, 2, device)
+        end = {
+            name: (_line(elements, one.peak, more, more_ends[name].peak), _line(elements, one.made, more, more_ends[name].made))
+            for name, one in ends.items()
+        }
+    else:
+        end = like.end
     shaped = [(one[0], dict(zip(kinds, one[1:-1], strict=True)), one[-1]) if one else None for one in (parts, calibration)]
     assert shaped[0] is not None
     return Rehearsed(*shaped[0], shaped[1], end, kernels=device == "cpu" or find_spec("triton") is not None)

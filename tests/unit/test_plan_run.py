@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.simulate import simulate
 from qeffect_lm.app.assemble import make_plan
-from qeffect_lm.app.ceilings import Clock, ceilings
-from qeffect_lm.app.forecast import choices, uneven
+from qeffect_lm.app.ceilings import ceilings
+from qeffect_lm.app.clock import Clock
+from qeffect_lm.app.forecast import timed, uneven
 from qeffect_lm.app.layout import Layout
 from qeffect_lm.app.rehearsal import rehearse
+from qeffect_lm.app.sweep import Limits, choices
 from qeffect_lm.config import load_config
 from tests.tiny import config
 
@@ -35,9 +36,7 @@ def test_steps_as_they_were_measured_on_h200s() -> None:
             known[size, *options] = Layout(settings), rehearse(settings, "cuda")
         layout, rehearsed = known[size, *options]
         plan, clock = make_plan(settings), Clock(layout.of(settings), rehearsed, ceilings("h200"), None)
-        f, i, w = map(list, zip(*(clock.chunk(plan, c) for c in range(plan.placement.num_chunks)), strict=True))
-        seconds = simulate(plan, f, i, w, clock.message()).makespan + max(clock.end(plan, r) for r in range(plan.num_ranks))
-        ratios.append(1000 * seconds / row["ms"])
+        ratios.append(1000 * (timed(settings, plan, (), clock, plan).seconds or 0.0) / row["ms"])
     assert len(ratios) > 25 and 0.9 < min(ratios) and max(ratios) < 1.1, ratios
 
 
@@ -52,7 +51,7 @@ def test_the_page_and_its_files(plan_tool, tmp_path: Path) -> None:
     assert budget["days"] == pytest.approx(1e9 / time["tokens_per_day"])
     assert budget["gpu_hours"] == pytest.approx(2 * 24 * budget["days"])
     assert budget["cost"] == pytest.approx(2 * budget["gpu_hours"])
-    assert any("not measured here" in line for line in report["assumptions"])
+    assert any("assumed, not measured: link_gb_s = 400" in line for line in report["assumptions"])
     page = plan_tool(*asked, "--width", "110")
     step = f"{1000 * time['step_seconds']:.4g} ms a step"
     for words in (step, "W leases", "peak: optimizer step", "▒ I input gradient", "GPU-hours"):
@@ -84,7 +83,9 @@ def test_a_sweep(plan_tool) -> None:
     for report in (wide, narrow):
         rows = report["ranked"]
         assert report["looked_at"] == len(rows) + sum(report["left_out"].values())
-        assert all(row["pp"] * row["dp"] == 4 and row["microbatches"] * row["microbatch_size"] * row["dp"] == 8 for row in rows)
+        for row in rows:
+            assert row["pp"] * row["dp"] * row["cp"] * row["tp"] == 4 and row["ep"] == 1
+            assert row["microbatches"] * row["microbatch_size"] * row["dp"] == 8
         assert all(row["peak_bytes"] <= report["memory_limit"] for row in rows)
         speeds = [row["tokens_per_second"] for row in rows]
         assert speeds == sorted(speeds, reverse=True) and len(set(speeds)) > 1
@@ -98,7 +99,7 @@ def test_what_is_taken_as_simpler_is_said(plan_tool) -> None:
     plain = [BENCH, "parallel.dp=2", "optim.zero=1", "--device", "h200", "--json"]
     many = [*plain, "parallel.dp=4096", "model.backend=te", "model.dropout=0.0"]
     said, more = (json.loads(plan_tool(*asked))["assumptions"] for asked in (plain, many))
-    assert any("bf16 products: set by hand" in line for line in said)
+    assert any("network_gb_s = 45" in line and "not measured" in line for line in said)
     for words in ("Transformer Engine's layers are taken as native", "ZeRO over 4,096 replicas"):
         assert not any(words in line for line in said) and sum(words in line for line in more) == 1, (words, more)
 
@@ -108,7 +109,8 @@ def test_layers_that_do_not_divide() -> None:
     assert uneven(config(), 3) == (
         "4 layers do not divide by 3 chunks: 1 left over (as many as layers 3); chunks 0 hold 2, the others 1"
     )
-    reasons = [reason for choice, reason in choices(config(pipeline__microbatches=8), 8) if choice is None]
+    limits = Limits(gpus=8, memory=1e12, batch=16)
+    reasons = [reason for choice, reason in choices(config(pipeline__microbatches=8), limits) if choice is None]
     assert "more stages than decoder layers" in reasons and "more chunks than decoder layers" in reasons
 
 
