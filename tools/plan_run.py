@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 ALWAYS = (
-    "exchanges of F and I run on the stream that computes: all of their time shows; gradients are reduced beside the work, from "
+    "exchanges of F and I run on the stream that computes: all of their time shows; gradients are reduced beside the work from "
     "a chunk's last W on, which is no slower for it; no exchange slows down another",
     "attention is as fast with few heads as with many; routers, norms' gradients over tp, data and saves take no time",
 )
