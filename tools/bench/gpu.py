@@ -337,7 +337,7 @@ COMMANDS = (
         "train",
         "whole training steps of the presets bench-s and bench-m",
         "Step time, measured and predicted bubble. Stages on several GPUs: torchrun --nproc-per-node 2 -m tools.bench train "
-        "--schedules 1f1b,zb-v",
+        "--schedules 1f1b,zb-v. Layers on several GPUs: the same with --set parallel.tp=2 (or cp, dp); what is left are stages",
         training,
         {
             **listed("--sizes", "S,M", "presets"),

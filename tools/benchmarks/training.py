@@ -8,6 +8,7 @@ steps that follow each other without a host wait.
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -21,11 +22,11 @@ import torch.distributed as dist
 from checkpoint import GroupCommunicator, SingleProcess
 from pipeline.engine import Engine
 from pipeline.measure import Meter
-from qeffect_lm.app.assemble import Assembly, assemble
+from qeffect_lm.app.assemble import Assembly, assemble, mesh_of
 from qeffect_lm.app.auto_plan import choose_plan
 from qeffect_lm.config import Config, load_config
 from qeffect_lm.data.loader import StepBatch
-from qeffect_lm.parallel.mesh import Mesh
+from qeffect_lm.errors import UsageError
 from tools.benchmarks.weights import drawn_on_device
 
 WARM_UP = 6
@@ -44,26 +45,37 @@ class Case:
     def name(self) -> str:
         return " ".join([self.size, self.schedule, f"m={self.microbatches}", *self.overrides])
 
-    def config(self, presets: Path, pp: int, *more: str) -> Config:
+    def config(self, presets: Path, world: int, *more: str) -> Config:
+        """On ``world`` ranks: as many stages as the axes of ``overrides`` leave.
+
+        Raises:
+            UsageError: these do not divide the ranks.
+        """
         given = [
-            f"parallel.pp={pp}",
             f"pipeline.schedule={self.schedule}",
             f"pipeline.microbatches={self.microbatches}",
             *self.overrides,
             *more,
         ]
-        return load_config(presets / f"bench-{self.size.lower()}.yaml", given)
+        preset = presets / f"bench-{self.size.lower()}.yaml"
+        axes = [override for override in self.overrides if override.startswith("parallel.")]
+        sizes = load_config(preset, ["parallel.pp=1", *axes]).parallel.sizes
+        others = math.prod(sizes.values()) // sizes["pp"]
+        if world % others:
+            raise UsageError(f"{world} ranks do not divide by {' x '.join(axes)}: start a multiple of {others}")
+        return load_config(preset, [f"parallel.pp={world // others}", *given])
 
 
-def batches(config: Config) -> Iterator[StepBatch]:
-    """Random tokens, other ones each step."""
+def batches(config: Config, replica: int = 0) -> Iterator[StepBatch]:
+    """Random tokens of a replica, other ones each step."""
     shape = (config.pipeline.microbatches, config.data.microbatch_size, config.data.seq_len)
-    generator = torch.Generator().manual_seed(config.run.seed)
+    generator = torch.Generator().manual_seed(config.run.seed + 1000 * replica)
     ids = torch.arange(shape[0] * shape[1]).view(shape[:2])
     while True:
         tokens = torch.randint(0, config.model.vocab_size, (*shape[:2], shape[2] + 1), generator=generator)
         mask = torch.ones(shape)
-        yield StepBatch(tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous(), mask, ids, int(mask.sum()))
+        valid = config.parallel.samples * int(mask.sum())
+        yield StepBatch(tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous(), mask, ids, valid)
 
 
 def measure(case: Case, presets: Path, steps: int, say: Callable[[str], None]) -> dict[str, Any]:
@@ -71,9 +83,9 @@ def measure(case: Case, presets: Path, steps: int, say: Callable[[str], None]) -
     world = dist.get_world_size() if dist.is_initialized() else 1
     config = case.config(presets, world)
     comm = GroupCommunicator() if world > 1 else SingleProcess()
-    mesh = Mesh({"pp": world, "dp": 1}, dist.get_rank() if world > 1 else 0)
+    mesh = mesh_of(config, dist.get_rank() if world > 1 else 0)
     mesh.create_groups()
-    data = batches(config)
+    data = batches(config, mesh.coord("samples"))
     inputs = [next(data) for _ in range(4)]
     torch.cuda.reset_peak_memory_stats()
     peaks: dict[str, float] = {}
@@ -110,7 +122,8 @@ def measure(case: Case, presets: Path, steps: int, say: Callable[[str], None]) -
     torch.cuda.empty_cache()
     return {
         "case": case.name,
-        "pp": world,
+        "pp": mesh.size("pp"),
+        "layout": config.parallel.sizes,
         "microbatches": case.microbatches,
         "ms": slowest,
         "tokens_per_second": 1e3 * inputs[0].tokens / slowest,
