@@ -218,7 +218,9 @@ class Meter:
     def read(self, watch: StepWatch) -> None:
         """The step is over, and the host has waited for it: take down what the next one overwrites."""
         self._engine.watch = None
-        watch.read()
+        captured = self._engine.captured
+        if captured is not None and captured.step is not None:
+            watch.read()  # of other steps each has events of its own, which :meth:`report` reads
         if watch.grown is None:
             watch.grown = peak_allocated(self._device) - self._allocated if self._device.type == "cuda" else 0
 

@@ -60,7 +60,7 @@ class Watcher:
         commits = assembly.plan.microbatches if window == "microbatch" else 1
         self._scales = ScaleWatch(assembly.timeline) if every and config.precision.fp8.recipe == "delayed" else None
         self._whole = self._scales is not None and self._scales.reaches(every, commits)
-        self._windows: Windows | None = None  # that nobody was told of yet
+        self._looks: list[Callable[[], Windows]] = []  # that nobody was told of yet
         self._observed, self._skipped = False, 0
         self._timeline: int | None = None  # the last step whose timeline was written
         self._stages = [mesh_stage(mesh, rank) for rank in range(mesh.world)]
@@ -92,8 +92,7 @@ class Watcher:
         if step % every == 0:
             self._observed = True
             if self._scales is not None:
-                seen = self._scales.windows(self._skipped)
-                self._windows = seen if self._windows is None else self._windows.merge(seen)
+                self._looks.append(self._scales.look(self._skipped))
             self._skipped = 0
         elif self._scales is not None and not self._whole and (step + 1) % every == 0:
             self._scales.restart()  # histories are too short to tell of more than one step
@@ -119,13 +118,13 @@ class Watcher:
             mine["busy"] = 1000 * watch.busy()
         # Replicas have the same scales. Peers have too, but for experts': of what several tell, the first one's counts.
         first = self._mesh.coord("replicas") == 0
-        if first and self._windows is not None:
-            mine["windows"] = self._windows
+        if first and self._looks:
+            mine["windows"] = reduce(Windows.merge, (look() for look in self._looks))
         if first and self._underflow:
             mine["underflow"] = self._underflow
         if first and self._mesh.coord("experts") == 0 and times and watch is not None:
             mine["work"] = watch.work()
-        observed, self._observed, self._windows, self._underflow = self._observed, False, None, None
+        observed, self._observed, self._looks, self._underflow = self._observed, False, [], None
         if times:
             self._timeline = step
         gathered = self._comm.gather(mine)

@@ -8,6 +8,7 @@ histories are not shorter than that. One copy to the host each time; the rest is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,10 +105,17 @@ class ScaleWatch:
         return steps * commits <= self._length
 
     def windows(self, skipped: int = 0) -> Windows:
-        """All windows since the last call (or since the watch was made), in which ``skipped`` steps were skipped. A copy to the
+        """All windows since the last look (or since the watch was made), in which ``skipped`` steps were skipped. A copy to the
         host."""
+        return self.look(skipped)()
+
+    def look(self, skipped: int = 0) -> Callable[[], Windows]:
+        """The same with the arithmetic left for later: what it returns does it."""
         before, after = self._before, self._look()
         self._before = after
+        return lambda: self._between(before, after, skipped)
+
+    def _between(self, before: _Look, after: _Look, skipped: int) -> Windows:
         timeline, count = self._timeline, len(after.scale)
         rolled, known = np.zeros(count, dtype=np.int64), np.ones(count, dtype=bool)
         for direction in Direction:
