@@ -6,16 +6,21 @@ What must be equal bit for bit is one layout in several ways: eager, captured ac
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from qeffect_lm.contract.errors import CollectiveError
+from qeffect_lm.parallel.context import ContextParallel
 from qeffect_lm.parallel.mesh import Mesh
+from qeffect_lm.parallel.peers import PeerLostError
 from tests.dist.test_tensor_parallel import FLOAT64, GPT2, QWEN2, QWEN3, REPLAY, SIZES
 from tests.dist.test_zero import data, items_of, whole
-from tests.helpers import run_distributed
+from tests.helpers import run_distributed, start_distributed
 from tests.tiny import Batch, batch, config, differing, train
 
 # Of a row of 16, cut into chunks of 4 or 2: documents that cross borders of chunks, that begin in a rank's second chunk, of one
@@ -201,3 +206,49 @@ def test_four_processes(sizes: dict[str, int]) -> None:
         assert_near_one(told[number], states[number], variants[number], replicas)
     if sizes != {"cp": 4}:
         assert told[4] == told[5] and differing(states[4], states[5]) == []
+
+
+# ---- what is wrong has a name ----------------------------------------------------------------------------------------
+
+
+def _forgotten(rank: int, world: int, captured: bool) -> str:
+    """An attention that keeps its part of dk and dv without adding the others'."""
+    mesh = Mesh({"cp": 2}, rank)
+    mesh.create_groups()
+
+    def alone(cp: ContextParallel, x: torch.Tensor, context: Any, who: str) -> torch.Tensor:
+        return x.chunk(cp.size)[cp.rank].clone()
+
+    ContextParallel.scatter_sum = alone  # type: ignore[method-assign]
+    with pytest.raises(CollectiveError) as caught:
+        train(config(**SIZES, **FLOAT64, **(REPLAY if captured else {}), parallel__cp=2), 1, mesh=mesh, batches=data_of)
+    return str(caught.value)
+
+
+def data_of(step: int) -> Batch:
+    return data(step, 0, 1)
+
+
+def _left_alone(rank: int, world: int) -> str:
+    """Rank 1 leaves after two steps."""
+    mesh = Mesh({"cp": 2}, rank)
+    mesh.create_groups()
+
+    def batches(step: int) -> Batch:
+        if rank == 1 and step == 2:
+            os._exit(0)
+        return data_of(step)
+
+    with pytest.raises(PeerLostError) as caught:
+        train(config(**SIZES, **FLOAT64, parallel__cp=2), 4, mesh=mesh, batches=batches)
+    return str(caught.value)
+
+
+@pytest.mark.long
+def test_what_goes_wrong_between_ranks_has_a_name() -> None:
+    """A sum that is left out, eager at the action's end and captured at its capture; a peer that dies."""
+    for captured in (False, True):
+        for said in run_distributed(_forgotten, 2, captured, timeout=120):
+            assert re.search(r"0I-?\d+ ended without the scatter of 'layers.\d.attention'", said), said
+    said = start_distributed(_left_alone, 2, timeout=120).wait(check=False)[0].value
+    assert said is not None and "rank 1 was lost during a gather of layers.0.attention over cp" in said, said

@@ -35,7 +35,7 @@ ELSEWHERE = {
     r"^srun": "needs Slurm",
     r"cuda|demo-gpu|tests/gpu|bench (placement|kernels|train|layers|capture|curves)|backend=te": "needs a GPU",
     r"^python -m tools\.parity( --all| --json| --parallel.*)?$": "minutes to hours; its cells are tests of their own",
-    r"^python -m tools\.parity --parallel": "minutes; tests/dist/test_tensor_parallel.py",
+    r"^python -m tools\.parity --parallel": "minutes; tests/dist/test_layouts.py",
     r"torchtitan": "make test-titan",
     r"nproc-per-node 8 -m tools": "eight ranks; the same with two is a test of its own",
 }
@@ -170,6 +170,7 @@ PAGES: dict[str, dict[str, str]] = {
     "recompute.md": {},
     "schedules.md": {},
     "configuration.md": {"models/configs/demo.yaml": "CONFIG.yaml run.dir=runs/changed", "train.steps=200": "train.steps=4"},
+    "context-parallel.md": {"config.yaml": "config.yaml run.dir=runs/cp"},
     "tensor-parallel.md": {"config.yaml": "config.yaml run.dir=runs/tp"},
     "resharding.md": {"config.yaml": "config.yaml checkpoint.dir=runs/resharded"},
 }
