@@ -76,8 +76,10 @@ def _alone(rank: int, world: int) -> list[Any]:
                 for moe in mixtures(stage.chunk):
                     moe.parallel = ExpertParallel(1, 0, group=dist.group.WORLD)
         assembly.prepare(data(0))
-        results = [assembly.engine.step(step, data(step)) for step in range(STEPS)]
-        numbers = [(float(r.loss), float(r.grad_norm)) for r in results]
+        numbers = []
+        for step in range(STEPS):
+            result = assembly.engine.step(step, data(step))
+            numbers.append((float(result.loss), float(result.grad_norm)))
         state = {item.name: item.tensor.cpu() for item in assembly.logical_tensors()}
         state = {n: t.view(torch.uint8) if t.dtype.itemsize == 1 else t for n, t in state.items()}
         told.append((numbers, state))
