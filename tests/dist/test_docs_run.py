@@ -150,7 +150,11 @@ def test_readme_and_what_needs_its_runs(trained: World) -> None:
 TWO = "torchrun --nproc-per-node 2 train.py my.yaml"
 PAGES: dict[str, dict[str, str]] = {
     "blending.md": {"CONFIG.yaml": "blend.yaml", "data/web.train": "data/small.train", "data/code.train": "data/small.valid"},
-    "moe.md": {"data.train=…": "data.train=data/big.train train.steps=2", "data.tokenizer=…": "data.tokenizer=data/big.model"},
+    "moe.md": {
+        "data.train=…": "data.train=data/big.train train.steps=2",
+        "data.tokenizer=…": "data.tokenizer=data/big.model",
+        "ep=2": "ep=2 run.dir=runs/ep data.seq_len=64",
+    },
     "fine-tuning.md": {
         "MODEL/tokenizer.json": "data/small.model",
         "--chat llama3": "--chat plain --valid-fraction 0.2",
