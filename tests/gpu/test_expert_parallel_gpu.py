@@ -116,8 +116,8 @@ def _nccl(rank: int, world: int, sizes: dict[str, int]) -> list[Any]:
 @two_gpus
 @pytest.mark.parametrize("sizes", [{"ep": 2}, {"tp": 2}], ids=str)
 def test_two_gpus(sizes: dict[str, int]) -> None:
-    """All ways to execute agree bit for bit on each rank, both ranks in losses and norms; the first losses are near one GPU's (a
-    token next to the border of two experts goes to the other one, and training carries it on)."""
+    """All ways to execute agree bit for bit on each rank, both ranks in losses and norms; the first losses are near one GPU's
+    (a token next to the border of two experts goes to the other one, and training carries it on)."""
     ranks = run_distributed(_nccl, 2, sizes, timeout=600, init=False)
     for place in range(len(GRAPHS)):
         assert ranks[0][place][:2] == ranks[1][place][:2] == ranks[0][0][:2], GRAPHS[place]
