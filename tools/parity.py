@@ -6,8 +6,8 @@ there the order of commits is part of the arithmetic). A killed cell gets SIGKIL
 control of a cell is the same cell with one thing changed (another seed; killed: one scale doubled in the checkpoint) and must
 differ.
 
-With ``--parallel``: every layout of tensor, pipeline and data parallelism that fits four processes, against one process
-(:mod:`tools.proofs.layouts`): loss within a bound, killed and captured against eager and whole, checkpoints there and back.
+With ``--parallel``: every layout of tensor, pipeline, data, expert and context parallelism that fits four processes, against
+one (:mod:`tools.proofs.layouts`): loss within a bound, killed and captured against eager and whole, checkpoints there and back.
 
 With ``--device cuda``: engines in lock step, eager and captured, compared after each of 50 steps
 (:mod:`tools.proofs.lockstep`), runs killed and resumed (:mod:`tools.proofs.killed`), and a float64 reference
@@ -170,12 +170,14 @@ def parallel(arguments: argparse.Namespace) -> int:
     rows = []
     try:
         table = layouts.Layouts(folder)
-        if not arguments.json:
-            print(layouts.HEADER)
+        told = sys.stderr if arguments.json else sys.stdout
+        print(layouts.HEADER, file=told)
         for layout in chosen:
-            rows.append(table.check(layout))
-            if not arguments.json:
-                print(layouts.line(rows[-1]), flush=True)
+            try:
+                rows.append(table.check(layout))
+            except QEffectError as error:  # the others are worth knowing
+                rows.append(layouts.Row(layout.name, faults=[str(error)]))
+            print(layouts.line(rows[-1]), flush=True, file=told)
     finally:
         if arguments.keep is None:
             shutil.rmtree(folder, ignore_errors=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 import shutil
 import sys
 import time
@@ -292,10 +293,11 @@ HEADER = f"{'layout':34} {'float32 loss':>13} {'FP8 loss':>9} {'controls':>15}  
 
 def line(row: Row) -> str:
     """One layout for people."""
-    controls = " ".join(f"{row.control[name]:.2f}" for name in BOUNDS)
+    loss, control = ({name: told.get(name, math.nan) for name in BOUNDS} for told in (row.loss, row.control))
+    controls = " ".join(f"{control[name]:.2f}" for name in BOUNDS)
     resumed, carried = f"equal ({row.resumed})", f"equal ({row.carried})"
     faults = f"  FAULT: {'; '.join(row.faults)}" if row.faults else ""
-    numbers = f"{row.loss['float32']:>13.1e} {row.loss['fp8']:>9.4f} {controls:>15}"
+    numbers = f"{loss['float32']:>13.1e} {loss['fp8']:>9.4f} {controls:>15}"
     return f"{row.layout:34} {numbers}  {resumed:16} {carried:14} [{row.seconds} s]{faults}"
 
 
