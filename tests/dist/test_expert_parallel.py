@@ -148,8 +148,10 @@ def test_every_way_of_two_ranks() -> None:
         ({"pp": 2, "ep": 2}, {"pipeline__schedule": "zb-v", "pipeline__stage_layers": [1, 0, 1, 0], **NOT_LATER}),
         ({"dp": 2, "ep": 2}, {"optim__zero": 1, "parallel__bucket_mib": 0.01}),
         ({"dp": 2, "tp": 2}, {"pipeline__schedule": "interleaved-1f1b", "pipeline__chunks": 2, **NOT_LATER}),
+        ({"ep": 2, "cp": 2}, {}),
+        ({"cp": 2, "tp": 2}, {}),
     ],
-    ids=["tp", "ep tp", "pp ep", "dp ep", "dp tp"],
+    ids=["tp", "ep tp", "pp ep", "dp ep", "dp tp", "ep cp", "cp tp"],
 )
 def test_with_other_axes(sizes: dict[str, int], more: dict[str, Any]) -> None:
     """Float64 as one process; FP8 captured equals eager; a chunk's gradients are reduced while other chunks still exchange."""
