@@ -249,7 +249,7 @@ _Found = tuple[list[PartBytes], list[PartBytes], dict[str, Held], int]
 def _rehearse(config: Config, kinds: list[LayerKind], copies: int, device: str) -> _Found:
     """Of each part: a microbatch in a step, in calibration; then the pieces of the step's end, and for how many elements."""
     small = _small(config, kinds, copies)
-    with _without_data(device) as where:
+    with _without_data(device, even=config.graphs.backend == "eager") as where:
         assembly = assemble(small, Mesh(small.parallel.sizes), device=where, rehearsal=True)
         elements = assembly.flat.grad_buffer.numel()
         if where.type == "meta":
@@ -272,8 +272,9 @@ def _calibrates(config: Config) -> bool:
 
 
 @contextmanager
-def _without_data(device: str) -> Iterator[torch.device]:
-    """The device whose tensors stand for those of ``device``; nothing is launched."""
+def _without_data(device: str, even: bool) -> Iterator[torch.device]:
+    """The device whose tensors stand for those of ``device``; nothing is launched. ``even``: experts' ranks exchange as many
+    rows as with even routing, not the most that there could be."""
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -281,6 +282,9 @@ def _without_data(device: str) -> Iterator[torch.device]:
         for module, name in (*exchanges, (expert, "_all_to_all"), (expert, "_all_reduce")):  # with peers, who are not there
             stack.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, lambda *arguments, **keywords: None)
+        if even:
+            stack.callback(setattr, expert, "rows_between", expert.rows_between)
+            expert.rows_between = lambda tokens, k, each, ranks: -(-tokens * k // ranks)
         if device == "cpu":
             for module, name in ((adamw, "CPU_CHUNK"), (norm, "BLOCK")):  # pieces that small are no more than time here
                 stack.callback(setattr, module, name, getattr(module, name))

@@ -144,7 +144,7 @@ class ExpertParallel:
             of_slot = here.repeat_interleave(coming.reshape(-1), output_size=sum(received))
             splits, slots, places = (sent, received), order, rows
         else:
-            most = tokens * min(k, each)
+            most = rows_between(tokens, k, each, self.size)
             slot = torch.arange(most, device=device)
             of_slot = torch.searchsorted(coming.cumsum(dim=1), slot.expand(self.size, most).contiguous(), right=True)
             start = first[:-1].view(self.size, each)[:, 0]
@@ -217,6 +217,12 @@ class Dispatch:
     def _here(self, rows: torch.Tensor, context: LayerContext, what: str) -> torch.Tensor:
         sent, received = (None, None) if self.splits is None else self.splits
         return self.parallel.exchange(rows.index_select(0, self.back), context, self.who, what, sent, received)
+
+
+def rows_between(tokens: int, k: int, each: int, ranks: int) -> int:
+    """Rows that one of ``ranks`` ranks sends another, with ``each`` of the experts, where no shape may tell of the routing: the
+    most that there could be."""
+    return tokens * min(k, each)
 
 
 def host_reads(tensor: torch.Tensor) -> bool:

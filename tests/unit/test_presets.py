@@ -18,7 +18,7 @@ from qeffect_lm.config import load_config
 CONFIGS = Path(__file__).resolve().parents[2] / "models/configs"
 NO_PRESETS = {"base", "presets", "bench-m", "bench-s", "demo", "demo-gpu", "tiny"}
 
-# Parameters as released (a tied head counts once); llama-1m, llama-125m and mixtral-tiny are our own.
+# Parameters as released (a tied head counts once); llama-1m, llama-125m, mixtral-tiny and moe-16x4b are our own.
 PARAMETERS = {
     "llama-1m": 1_000_576,
     "llama-125m": 124_668_672,
@@ -35,8 +35,9 @@ PARAMETERS = {
     "llama3.1-70b": 70_553_706_496,
     "mixtral-tiny": 1_543_296,
     "mixtral-8x7b": 46_702_792_704,
+    "moe-16x4b": 41_872_527_360,
 }
-ACTIVE = {"mixtral-tiny": 1_002_624, "mixtral-8x7b": 12_879_925_248}
+ACTIVE = {"mixtral-tiny": 1_002_624, "mixtral-8x7b": 12_879_925_248, "moe-16x4b": 6_640_373_760}
 
 
 def test_every_preset_is_here():
