@@ -432,10 +432,10 @@ def _show_sweep(report: dict[str, Any], width: int | None) -> None:
     fit, top = len(report["ranked"]), report["top"]
     shown = f", the first {top} of them:" if fit > top else ":"
     console.print(
-        f"{report['batch_tokens']:,} tokens a step; {report['looked_at']} layouts, {fit} planned and fit{shown}", markup=False
+        f"{report['batch_tokens']:,} tokens a step; {report['looked_at']} layouts, {fit} planned and fit{shown if fit else ''}", markup=False
     )
-    console.print(_table("", *sweep_rows(report)))
     if fit:
+        console.print(_table("", *sweep_rows(report)))
         console.print("exchanges that show, of the first", style="bold")
         for line in exposed_lines(report["ranked"][0]):
             console.print(f"- {line}", markup=False)
