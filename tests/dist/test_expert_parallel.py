@@ -240,5 +240,5 @@ def _forgotten(rank: int, world: int, captured: bool) -> str:
 @pytest.mark.long
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_forgotten_exchange_has_a_name(captured: bool) -> None:
-    for said in run_distributed(_forgotten, 2, captured, timeout=120):
+    for said in run_distributed(_forgotten, 2, captured, timeout=300):
         assert re.search(r"0F-?\d+ ended without the combine of 'layers.0.moe' among its peers", said), said
