@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +19,14 @@ from qeffect_lm.contract.errors import CollectiveError
 from qeffect_lm.parallel.context import ContextParallel
 from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.parallel.peers import PeerLostError
+from tests.dist.test_resume import environment
 from tests.dist.test_tensor_parallel import FLOAT64, GPT2, QWEN2, QWEN3, REPLAY, SIZES
 from tests.dist.test_zero import data, items_of, whole
 from tests.helpers import run_distributed, start_distributed
+from tests.runs import CONFIG, metrics_of
 from tests.tiny import Batch, batch, config, differing, train
+from tests.unit.test_run_data import DATA, corpus, options
+from tools.common import launch
 
 # Of a row of 16, cut into chunks of 4 or 2: documents that cross borders of chunks, that begin in a rank's second chunk, of one
 # token; and padding, a document that does not count, which fills the last chunks.
@@ -206,6 +211,28 @@ def test_four_processes(sizes: dict[str, int]) -> None:
         assert_near_one(told[number], states[number], variants[number], replicas)
     if sizes != {"cp": 4}:
         assert told[4] == told[5] and differing(states[4], states[5]) == []
+
+
+@pytest.mark.long
+def test_losses_by_source(tmp_path: Path) -> None:
+    """``train.py`` on blended, packed documents, float32: the losses of one process, of each corpus too, and of held-out data;
+    with documents that see each other they are others."""
+    for seed, name in enumerate(("a", "b", "c")):
+        corpus(tmp_path / name, seed)
+    (tmp_path / "tiny.yaml").write_text(CONFIG.replace("data: {seq_len: 16, microbatch_size: 2}", DATA))
+    steps = ["train.steps=3", "train.eval_every=3", "train.eval_microbatches=2"]
+    more = [*steps, "precision.fp8.recipe=none", "checkpoint.every=0"]
+    for name, ranks, layout in (("one", 1, []), ("two", 2, ["parallel.cp=2"]), ("seen", 1, ["data.documents=joined"])):
+        code, said = launch(tmp_path / "tiny.yaml", options(tmp_path, name, *more, *layout), ranks, environment()).wait()
+        assert code == 0, said
+
+    def told(name: str) -> list[float]:
+        rows = [{"loss": m.loss, "held out": m.eval_loss, **m.extra} for m in metrics_of(tmp_path, name)]
+        told = [row.get(key) for row in rows for key in ("loss", "loss/a", "loss/b", "held out")]
+        return [float(value) for value in told if isinstance(value, float)]
+
+    assert told("two") == pytest.approx(told("one"), rel=1e-6) and len(told("one")) == 3 * 3 + 2  # evaluated twice
+    assert told("seen") != pytest.approx(told("one"), rel=1e-5)
 
 
 # ---- what is wrong has a name ----------------------------------------------------------------------------------------
