@@ -31,6 +31,7 @@ class ContextAttention:
 
     def __init__(self, cp: ContextParallel, who: str, context: LayerContext, window: int | None = None) -> None:
         self._cp, self._who, self._context, self._window = cp, who, context, window
+        self._gathered: torch.Tensor | None = None  # by a forward that I runs again, for the backward right after it
 
     def takes(self, qkv: torch.Tensor) -> bool:
         """Any: nobody else knows the other ranks."""
@@ -41,6 +42,8 @@ class ContextAttention:
         of the kernels, the rows' statistics."""
         qkv = qkv.contiguous()
         q, kv = qkv[:, :, :, :-2], self._whole(qkv)
+        if self._context.scope is not None and self._context.scope.kind == "I":
+            self._gathered = kv
         if self._by_kernels(q):
             from qeffect_lm.kernels import document_attention
 
@@ -77,7 +80,8 @@ class ContextAttention:
 
     def _whole(self, qkv: torch.Tensor) -> torch.Tensor:
         """k and v of the row, ``[batch, row, kv_heads, 2, head_dim]``."""
-        return self._cp.whole(qkv[:, :, :, -2:], self._context, self._who)
+        found, self._gathered = self._gathered, None
+        return self._cp.whole(qkv[:, :, :, -2:], self._context, self._who) if found is None else found
 
     @staticmethod
     def _by_kernels(q: torch.Tensor) -> bool:

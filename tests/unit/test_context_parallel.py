@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -173,6 +174,23 @@ def test_masked_attention(starts: torch.Tensor | None, window: int | None) -> No
         found = ranks_of(size, work)
         torch.testing.assert_close(whole_of([y for y, _ in found]), want.detach(), rtol=1e-12, atol=1e-14)
         torch.testing.assert_close(whole_of([dqkv for _, dqkv in found]), leaf.grad, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(("kind", "gathers"), [("F", 2), ("I", 1)])
+def test_what_i_runs_again_is_gathered_once(kind: str, gathers: int) -> None:
+    """F leaves nothing gathered behind; a forward in I does, for the backward right after it and no other."""
+    qkv = torch.randn(2, ROW, 1, 3, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+    def work(cp: Threads) -> tuple[list[str], torch.Tensor, torch.Tensor]:
+        about = context(scope=SimpleNamespace(kind=kind))
+        library, mine = ContextAttention(cp, "a", about), cp.local(qkv.movedim(1, -1)).movedim(-1, 1)
+        y, lse = library.forward(mine)
+        first = library.backward(mine, y, lse, torch.ones_like(y))
+        told = list(cp.told)
+        return told, first, library.backward(mine, y, lse, torch.ones_like(y))
+
+    for told, first, again in ranks_of(2, work):
+        assert told == [*["a.gather"] * gathers, "a.scatter"] and same_bits(first, again)
 
 
 LENGTHS = [[50, 1, 60, 17], [3, 90, 35]]
