@@ -72,6 +72,10 @@ class Given:
             self.assumptions.append(
                 "Transformer Engine's layers are taken as native ones (times, and what they hold), held whole until W"
             )
+        if layout.config.model.moe.num_experts is not None:
+            captured = layout.config.graphs.backend != "eager"
+            rows = "the most that there could be, as graphs have it" if captured else "those of even routing, as in eager"
+            self.assumptions.append(f"rows for other ranks' experts, in memory and on links: {rows}; products: even routing")
         if layout.even:
             replicas = ", ".join(f"{number:,}" for number in sorted(layout.even))
             self.assumptions.append(f"ZeRO over {replicas} replicas: the shares of the optimizer's state are taken as even")
@@ -421,7 +425,7 @@ def exposed_lines(row: dict[str, Any]) -> list[str]:
     """A layout's exchanges that nothing hides, each in milliseconds and as a share of the step."""
     step = row["step_seconds"]
     lines = [f"{kind}: {1000 * took:.4g} ms, {100 * took / step:.1f} %" for kind, took in row["exposed_seconds"].items()]
-    if row["hidden_seconds"]:
+    if row["hidden_seconds"] > 1e-6:
         lines.append(f"beside the work: {1000 * row['hidden_seconds']:.4g} ms of gradients over replicas")
     return lines or ["none"]
 
@@ -431,9 +435,8 @@ def _show_sweep(report: dict[str, Any], width: int | None) -> None:
     console.rule(f"{report['name']} on {report['gpus']} GPUs of {format_bytes(report['memory_limit'])}: predictions")
     fit, top = len(report["ranked"]), report["top"]
     shown = f", the first {top} of them:" if fit > top else ":"
-    console.print(
-        f"{report['batch_tokens']:,} tokens a step; {report['looked_at']} layouts, {fit} planned and fit{shown if fit else ''}", markup=False
-    )
+    looked = f"{report['looked_at']} layouts, {fit} planned and fit{shown if fit else ''}"
+    console.print(f"{report['batch_tokens']:,} tokens a step; {looked}", markup=False)
     if fit:
         console.print(_table("", *sweep_rows(report)))
         console.print("exchanges that show, of the first", style="bold")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from qeffect_lm.app.assemble import make_plan
 from qeffect_lm.app.layout import Layout
 from qeffect_lm.app.memory import COMPUTE, OPTIMIZER, START, Memory
@@ -55,5 +53,6 @@ def test_the_peaks_of_two_ranks() -> None:
             if settings.graphs.backend != "eager":
                 got.pop(OPTIMIZER)  # a tape knows no spans
             for name, size in got.items():
-                bound = 0.1 if name in (START, COMPUTE) else 0.15  # of little: what gloo's threads freed last counts still
-                assert told[name] == pytest.approx(size, rel=bound), (case, name, told, got)
+                assert told[name] < 1.1 * size, (case, name, told, got)
+                if name in (START, COMPUTE):  # in the others little is held, and what gloo's threads freed last counts still
+                    assert told[name] > 0.9 * size, (case, name, told, got)
