@@ -168,7 +168,7 @@ PAGES: dict[str, dict[str, str]] = {
     "kernels.md": {},
     "families.md": {},
     "parity.md": {},
-    "plan.md": {"llama3.1-8b llama3.1-70b moe-16x4b": "llama3.1-8b", "8 64 512 4096": "8"},
+    "plan.md": {},
     "profile.md": {"CONFIG.yaml": "CONFIG.yaml run.dir=runs/profiled train.steps=12"},
     "plan-check.md": {},
     "recompute.md": {},

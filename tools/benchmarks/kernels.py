@@ -76,9 +76,11 @@ def _copy(size: int) -> Callable[[], object]:
     return lambda: target.copy_(source)
 
 
-def time_us(made: Callable[[], Callable[[], object]], size: int) -> float:
+def time_us(
+    made: Callable[[], Callable[[], object]], size: int, rotated: int = _ROTATED_BYTES, replays: int = _REPLAYS
+) -> float:
     """Median microseconds of one call."""
-    calls = [made() for _ in range(min(max(_ROTATED_BYTES // size, 2), 64))]
+    calls = [made() for _ in range(min(max(rotated // size, 2), 64))]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -92,7 +94,7 @@ def time_us(made: Callable[[], Callable[[], object]], size: int) -> float:
             call()
     graph.replay()
     times = []
-    for _ in range(_REPLAYS):
+    for _ in range(replays):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
