@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from qeffect_lm.app.layout import Layout
 from qeffect_lm.app.rehearsal import rehearse
 from qeffect_lm.app.sweep import Limits, choices
 from qeffect_lm.config import load_config
+from tests.browser import assert_alone, dump
 from tests.tiny import config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +59,26 @@ def test_the_page_and_its_files(plan_tool, tmp_path: Path) -> None:
     for words in (step, "W leases", "peak: optimizer step", "▒ I input gradient", "GPU-hours"):
         assert words in page
     text = html.read_text()
-    assert svg.read_text() in text and "http" not in text.replace("http://www.w3.org/2000/svg", "") and "logits" in text
+    assert svg.read_text() in text and "logits" in text and "<script" not in text
+    assert_alone(html)
+
+
+@pytest.mark.parametrize("size", ["1400,900", "500,900"])
+def test_the_page_in_a_browser(plan_tool, tmp_path: Path, size: str) -> None:
+    """Nothing wider than the screen, bars as long as their shares; the style is the one of all pages."""
+    html = tmp_path / "plan.html"
+    plan_tool(BENCH, "parallel.pp=2", "run.name=<b>&amp;", "--device", "h200", "--html", str(html))
+    probe = """<script>
+      const root = document.documentElement, bars = [...document.querySelectorAll(".stack")];
+      document.body.dataset.overflow = root.scrollWidth - root.clientWidth;
+      const filled = bar => [...bar.children].reduce((sum, part) => sum + part.offsetWidth, 0) / bar.clientWidth;
+      document.body.dataset.full = Math.max(...bars.map(filled)).toFixed(2);
+      document.body.dataset.paper = getComputedStyle(root).getPropertyValue("--paper");
+    </script>"""
+    html.write_text(html.read_text().replace("</body>", probe + "</body>"))
+    dom, console = dump(html, tmp_path / "profile", size)
+    assert console == "" and 'data-overflow="0"' in dom and "<h1>&lt;b&gt;&amp;amp;: " in dom
+    assert re.search(r'data-full="(0.9[89]|1.0[01])"', dom) and 'data-paper="#ffffff"' in dom
 
 
 def test_a_cpu_and_its_profile(plan_tool, tmp_path: Path) -> None:

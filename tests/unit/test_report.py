@@ -378,6 +378,13 @@ PROBE = """
   at("marks").click();
   document.body.dataset.marks = `${all} ${marks()}`;
   at("marks").click();
+  at("axis").value = "tokens";
+  at("axis").dispatchEvent(new Event("change"));
+  document.body.dataset.moved = before !== path();
+  const there = document.querySelector('[data-chart="loss"] .hover'), end = there.getBoundingClientRect();
+  go(there, end.right - 1, end.top + 20);
+  document.body.dataset.tokens = at("tip").innerText;
+  document.body.dataset.axes = [...at("axis").options].map(one => one.value).join(" ");
   document.body.dataset.overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
 </script>
 """
@@ -394,6 +401,9 @@ def test_in_a_browser(runs: Path, tmp_path: Path, size: str) -> None:
     (told,) = re.findall(r'data-tip="([^"]*)"', dom)
     last = metrics_of(runs, "a")[-1]
     assert told.startswith("step 6") and f"{last.loss:.5g}" in told and "a: evaluation" in told and "save" in told
+    (told,) = re.findall(r'data-tokens="([^"]*)"', dom)
+    assert 'data-axes="step tokens hours"' in dom and 'data-moved="true"' in dom
+    assert told.startswith(f"{last.tokens} tokens") and f"{last.loss:.5g}" in told and "(step 6)" in told and "b: " not in told
     (cell,) = re.findall(r'data-cell="([^"]*)"', dom)
     first = data["fp8"]["maps"][0]
     assert cell.startswith(f"{first['kinds']['input']['rows'][0]} input, step {first['steps'][0]}")
@@ -404,6 +414,22 @@ def test_in_a_browser(runs: Path, tmp_path: Path, size: str) -> None:
     pieces = len(data["pipeline"]["timelines"][0]["lanes"][0]["kinds"])
     assert dom.count('class="piece ') == 2 * pieces == 24
     assert dom.count("<image ") == 3 * 3  # amax, scale, saturated windows of three kinds, of the run that is open
+
+
+def test_the_axes(tmp_path: Path) -> None:
+    """Tokens and hours at each step; of steps that were not logged, the next one's time; none where a line lacks them or tokens
+    fall; a long run's map keeps its ends and is short."""
+    lines(tmp_path / "a" / "metrics.jsonl", step(0, loss=None, step_ms=None, tokens=0), step(1, tokens=7, step_ms=3.6e6),
+          step(4, tokens=28, step_ms=7.2e6))  # fmt: skip
+    lines(tmp_path / "b" / "metrics.jsonl", step(6, tokens=9), step(7, tokens=8, step_ms=None))
+    lines(tmp_path / "c" / "metrics.jsonl", step(6, tokens=9, step_ms=3.6e6), step(7, tokens=12, step_ms=3.6e6))
+    a, b, c, d = report(tmp_path / "r.html", *(tmp_path / name for name in "abc"), run_of(tmp_path / "d", 5000))["runs"]
+    assert a["axes"] == {"step": [0, 1, 4], "tokens": [0, 7, 28], "hours": [0, 1, 7]}
+    assert b["axes"] == {"step": [5, 6, 7], "tokens": None, "hours": None}
+    assert c["axes"] == {"step": [5, 6, 7], "tokens": [9, 9, 12], "hours": [0, 1, 2]}
+    axes = d["axes"]
+    assert 200 < len(axes["step"]) == len(axes["tokens"]) == len(axes["hours"]) <= 300
+    assert axes["step"][-1] == 5000 and axes["tokens"] == [4096 * number for number in axes["step"]]
 
 
 def test_hostile_texts_in_a_browser(tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ def _run(run: Run) -> dict[str, Any]:
         "about": " · ".join(about),
         "times": " to ".join(dict.fromkeys(times)) + (" UTC" if times else ""),
         "tiles": _tiles(run, last),
+        "axes": curves.axes(run),
     }
 
 

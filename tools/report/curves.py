@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 from qeffect_lm.errors import shown
 from qeffect_lm.runtime.metrics import StepMetrics
 from tools.report.reading import Run
-from tools.report.series import buckets, line, number
+from tools.report.series import buckets, knots, line, number, short
 
 Value = Callable[[StepMetrics], object]
 MOST_OTHER = 24  # charts of metrics that have no place of their own
@@ -114,6 +115,30 @@ PLACED = {
     *("memory_bytes", "mfu", "data_wait_ms", "checkpoint_stall_ms", "bubble", "bubble_predicted", "bubble_plan", "saturation"),
     *("saturation_excess", "amax_jump", "underflow_input", "underflow_weight", "underflow_grad_output", "room_bits_max"),
 }
+
+
+def axes(run: Run) -> dict[str, list[Any] | None]:
+    """What the page draws curves over: steps, and at each of ``step`` the ``tokens`` of all ranks so far and the ``hours`` that
+    steps took, without evaluations, saves and restarts between them; None for what was not recorded.
+
+    Of steps that were not logged the time of the next logged one is taken.
+    """
+    rows = [one for one in run.metrics if one.step > 0]
+    if len(rows) < 2:
+        return {"step": [], "tokens": None, "hours": None}
+    steps = [rows[0].step - 1, *(one.step for one in rows)]
+    tokens = [number(one.tokens) for one in rows]
+    counted = [0.0 if steps[0] == 0 else tokens[0] or 0.0, *(value or 0.0 for value in tokens)]
+    rising = None not in tokens and all(a <= b < 1e30 for a, b in pairwise(counted))
+    took = [number(one.step_ms) for one in rows]
+    timed = all(value is not None and 0 <= value < 1e15 for value in took)
+    spent = accumulate((step - before) * (ms or 0.0) / 3.6e6 for (before, step), ms in zip(pairwise(steps), took, strict=True))
+    hours = [0.0, *spent]
+    return {
+        "step": knots(steps),
+        "tokens": [short(value, 15) for value in knots(counted)] if rising else None,
+        "hours": [short(value, 9) for value in knots(hours)] if timed else None,
+    }
 
 
 def loss(runs: Sequence[Run]) -> dict[str, Any] | None:

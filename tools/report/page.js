@@ -45,6 +45,28 @@ function nearest(steps, step) {
   return Math.abs(steps[high] - step) < Math.abs(steps[low] - step) ? high : low;
 }
 
+// ---- the axis ----------------------------------------------------------------------------------------------
+
+const AXES = {step: "step", tokens: "tokens", hours: "hours in steps"};
+let axisName = "step";
+
+function between(from, to, value) {  // a piecewise linear map
+  let low = 0, high = from.length - 1;
+  if (high < 1) return to[0];
+  while (high - low > 1) { const middle = (low + high) >> 1; if (from[middle] <= value) low = middle; else high = middle; }
+  const share = from[high] > from[low] ? (value - from[low]) / (from[high] - from[low]) : 0;
+  return to[low] + Math.max(0, Math.min(1, share)) * (to[high] - to[low]);
+}
+const axesOf = run => data.runs[run].axes;
+const placed = run => axisName === "step" || Boolean(axesOf(run)[axisName]);
+const position = (run, step) => axisName === "step" ? step : between(axesOf(run).step, axesOf(run)[axisName], step);
+const stepAt = (run, place) => axisName === "step" ? place : between(axesOf(run)[axisName], axesOf(run).step, place);
+const away = run => hidden.has(run) || !placed(run);
+function placeText(place) {
+  if (axisName === "step") return `step ${place.toLocaleString("en")}`;
+  return axisName === "tokens" ? `${fmt(place, 5)} tokens` : `${fmt(place)} hours`;
+}
+
 // ---- the tip -----------------------------------------------------------------------------------------------
 
 function tip(event, lines) {
@@ -149,7 +171,7 @@ function legend(box, spec, big) {
 function shownParts(spec) {
   const raw = at("raw").checked, smooth = at("smooth").checked, parts = [];
   for (const line of spec.lines) {
-    if (hidden.has(line.run)) continue;
+    if (away(line.run)) continue;
     const bold = smooth && line.ms;
     if (raw || !bold) parts.push({line, s: line.s, v: line.v, faint: Boolean(bold)});
     if (bold) parts.push({line, s: line.ms, v: line.mv, faint: false});
@@ -179,7 +201,7 @@ function range(parts, log) {
 
 function drawChart(plot, spec, big, log) {
   const wide = Math.max(240, plot.clientWidth), parts = shownParts(spec);
-  const marks = at("marks").checked ? data.marks.filter(mark => !hidden.has(mark.run)) : [];
+  const marks = at("marks").checked ? data.marks.filter(mark => !away(mark.run)) : [];
   const rows = big ? MARK_ROWS.filter(kind => marks.some(mark => mark.kind === kind)) : [];
   const phone = wide < 480, rail = rows.length * 13 + (rows.length ? 8 : 0);
   const tall = (big ? (phone ? 250 : 330) : (phone ? 180 : 190)) + rail, top = 8, bottom = tall - 20 - rail;
@@ -188,29 +210,29 @@ function drawChart(plot, spec, big, log) {
   const names = ticks.map(tick => fmt(tick));
   const words = rows.length ? (phone ? 0 : 68) : 0;
   const left = Math.max(words, 14 + 6.3 * Math.max(2, ...names.map(name => name.length))), right = wide - 10;
-  const steps = spec.lines.filter(line => !hidden.has(line.run)).flatMap(line => [line.s[0], line.s[line.s.length - 1],
-    ...(line.bad || []).map(pair => pair[0])]).filter(step => step !== undefined);
-  let first = steps.length ? Math.min(...steps) : 0, last = steps.length ? Math.max(...steps) : 1;
+  const places = spec.lines.filter(line => !away(line.run)).flatMap(line => [line.s[0], line.s[line.s.length - 1],
+    ...(line.bad || []).map(pair => pair[0])].filter(step => step !== undefined).map(step => position(line.run, step)));
+  let first = places.length ? Math.min(...places) : 0, last = places.length ? Math.max(...places) : 1;
   if (first === last) { first -= 1; last += 1; }
-  const x = step => left + (step - first) / (last - first) * (right - left);
+  const across = place => left + (place - first) / (last - first) * (right - left), x = (run, step) => across(position(run, step));
   const y = log ? value => bottom - Math.log(value / low) / Math.log(high / low) * (bottom - top)
     : value => bottom - (value - low) / (high - low) * (bottom - top);
-  const svg = make("svg", {viewBox: `0 0 ${wide} ${tall}`, role: "img", "aria-label": `${spec.title} over steps`});
+  const svg = make("svg", {viewBox: `0 0 ${wide} ${tall}`, role: "img", "aria-label": `${spec.title} over ${AXES[axisName]}`});
   plot.replaceChildren(svg);
   ticks.forEach((tick, place) => {
     make("path", {class: "gridline", d: `M${left} ${y(tick)}H${right}`}, svg);
     make("text", {class: "tick", x: left - 6, y: y(tick) + 3.5, "text-anchor": "end"}, svg, names[place]);
   });
-  axis(svg, first, last, x, left, right, bottom, tall - rail - 5);
+  axis(svg, first, last, across, left, right, bottom, tall - rail - 5);
   const clip = `clip${unique += 1}`;
   make("rect", {x: left - 4, y: top - 3, width: right - left + 8, height: bottom - top + 6},
     make("clipPath", {id: clip}, make("defs", {}, svg)));
   const inner = make("g", {"clip-path": `url(#${clip})`}, svg);
-  const near = mark => mark.step >= first && mark.step <= last;
-  for (const mark of marks.filter(near)) markLine(mark, x(mark.step), inner, svg, rows, top, bottom, tall - rail, big);
+  const near = mark => position(mark.run, mark.step) >= first && position(mark.run, mark.step) <= last;
+  for (const mark of marks.filter(near)) markLine(mark, x(mark.run, mark.step), inner, svg, rows, top, bottom, tall - rail, big);
   for (const part of parts) curve(part, x, y, log, inner, spec.dots);
   for (const line of spec.lines)
-    if (!hidden.has(line.run)) for (const [step] of line.bad || []) glyph("skip", x(step), top + 3, svg, 3.5);
+    if (!away(line.run)) for (const [step] of line.bad || []) glyph("skip", x(line.run, step), top + 3, svg, 3.5);
   rows.forEach((kind, row) => {
     const place = tall - rail + 12 + row * 13;
     if (!phone) make("text", {class: "tick", x: left - 6, y: place + 3.5, "text-anchor": "end"}, svg, MARK_NAMES[kind]);
@@ -218,19 +240,19 @@ function drawChart(plot, spec, big, log) {
   if (beyond) make("text", {class: "tick clear", x: right - 2, y: top + 8, "text-anchor": "end"}, svg, `${beyond} beyond the axis`);
   if (!parts.some(part => part.s.length)) make("text", {x: (left + right) / 2, y: (top + bottom) / 2, "text-anchor": "middle"}, svg,
     "nothing to draw here");
-  hover(svg, spec, parts, marks, {x, y, left, right, top, bottom, tall, first, last, log, low, high});
+  hover(svg, spec, parts, marks, {across, y, left, right, top, bottom, tall, first, last, log, low, high});
 }
 
 function axis(svg, first, last, x, left, right, bottom, base) {
   make("path", {class: "axis", d: `M${left} ${bottom}H${right}`}, svg);
-  const label = 34;
+  const label = 8 + 6.3 * AXES[axisName].length;
   for (const tick of nice(first, last, Math.floor((right - left) / 74))) {
     const place = x(tick);
-    if (tick % 1) continue;
+    if (tick % 1 && axisName !== "hours") continue;
     make("path", {class: "axis", d: `M${place} ${bottom}v4`}, svg);
     if (place < right - label) make("text", {class: "tick", x: place, y: base, "text-anchor": "middle"}, svg, fmt(tick));
   }
-  make("text", {class: "tick", x: right, y: base, "text-anchor": "end"}, svg, "step");
+  make("text", {class: "tick", x: right, y: base, "text-anchor": "end"}, svg, AXES[axisName]);
 }
 
 function markLine(mark, x, inner, svg, rows, top, bottom, railTop, big) {
@@ -242,8 +264,8 @@ function markLine(mark, x, inner, svg, rows, top, bottom, railTop, big) {
   if (many) shape.style.fill = colour(mark.run);
 }
 
-function curve(part, x, y, log, inner, dots) {
-  const hue = lineColour(part.line), good = part.v.map(value => value !== null && (!log || value > 0));
+function curve(part, place, y, log, inner, dots) {
+  const x = step => place(part.line.run, step), hue = lineColour(part.line), good = part.v.map(value => value !== null && (!log || value > 0));
   if (part.line.points || dots || part.s.length === 1) {
     const size = part.s.length > 60 ? 2 : 3.2;
     part.s.forEach((step, n) => { if (good[n]) make("circle", {cx: x(step), cy: y(part.v[n]), r: size, fill: hue}, inner); });
@@ -262,30 +284,32 @@ function hover(svg, spec, parts, marks, p) {
   const area = make("rect", {class: "hover", x: p.left, y: 0, width: p.right - p.left, height: p.tall}, svg);
   follow(area, event => {
     const frame = svg.getBoundingClientRect(), px = (event.clientX - frame.left) / frame.width * svg.viewBox.baseVal.width;
-    const step = p.first + (px - p.left) / (p.right - p.left) * (p.last - p.first), reach = (p.last - p.first) / (p.right - p.left);
+    const here = p.first + (px - p.left) / (p.right - p.left) * (p.last - p.first), reach = (p.last - p.first) / (p.right - p.left);
     const told = [];
-    let found = Math.round(step), best = Infinity;
+    let found = here, best = Infinity;
     for (const part of parts) {
       if (!part.s.length) continue;
-      const there = part.s[nearest(part.s, step)];
-      if (Math.abs(there - step) < best) { best = Math.abs(there - step); found = there; }
+      const there = position(part.line.run, part.s[nearest(part.s, stepAt(part.line.run, here))]);
+      if (Math.abs(there - here) < best) { best = Math.abs(there - here); found = there; }
     }
+    if (best === Infinity && axisName === "step") found = Math.round(here);
     for (const part of parts) {
       if (!part.s.length) continue;
-      const n = nearest(part.s, found), mean = part.v === part.line.mv ? ", mean" : "";
-      const where = part.s[n] === found ? "" : ` (step ${part.s[n]})`;
-      if (Math.abs(part.s[n] - found) > Math.max(30 * reach, part.line.points ? 60 * reach : 0)) continue;
-      told.push([(many ? `${data.runs[part.line.run].label}: ` : "") + part.line.name + mean + where, fmt(part.v[n], 5), lineColour(part.line)]);
+      const run = part.line.run, n = nearest(part.s, stepAt(run, found)), mean = part.v === part.line.mv ? ", mean" : "";
+      const where = axisName === "step" && part.s[n] === found ? "" : ` (step ${part.s[n]})`;
+      if (Math.abs(position(run, part.s[n]) - found) > Math.max(30 * reach, part.line.points ? 60 * reach : 0)) continue;
+      told.push([(many ? `${data.runs[run].label}: ` : "") + part.line.name + mean + where, fmt(part.v[n], 5), lineColour(part.line)]);
     }
     for (const line of spec.lines)
       for (const [there, text] of line.bad || [])
-        if (!hidden.has(line.run) && Math.abs(there - step) < 5 * reach) told.push([`${line.name} at step ${there}`, text, "var(--red)"]);
-    const close = marks.filter(mark => Math.abs(mark.step - step) < 5 * reach);
+        if (!away(line.run) && Math.abs(position(line.run, there) - here) < 5 * reach)
+          told.push([`${line.name} at step ${there}`, text, "var(--red)"]);
+    const close = marks.filter(mark => Math.abs(position(mark.run, mark.step) - here) < 5 * reach);
     for (const mark of close.slice(0, 6))
       told.push([`${mark.kind}${mark.of > 1 ? ` (${mark.of})` : ""} at ${mark.step}: ${mark.text}`, undefined, many ? colour(mark.run) : "var(--edge)"]);
     if (close.length > 6) told.push([`… ${close.length - 6} more events`]);
-    guide.setAttribute("d", `M${p.x(found)} ${p.top}V${p.bottom}`);
+    guide.setAttribute("d", `M${p.across(found)} ${p.top}V${p.bottom}`);
     guide.setAttribute("visibility", found >= p.first && found <= p.last ? "visible" : "hidden");
-    tip(event, [[`step ${found.toLocaleString("en")}`], ...told]);
+    tip(event, [[placeText(found)], ...told]);
   }, () => guide.setAttribute("visibility", "hidden"));
 }

@@ -127,7 +127,7 @@ function eventsSection() {
     const rows = what.rows.map(([run, kind, step, time, text]) => {
       const row = html("tr", undefined, body);
       row.dataset.kind = kind;
-      if (many) { const cell = html("td", undefined, row); cell.className = "name"; dot(cell, run); html("span", data.runs[run].label, cell); }
+      if (many) { const cell = html("td", undefined, row); const name = html("span", undefined, cell); name.className = "name"; dot(name, run); html("span", data.runs[run].label, name); }
       html("td", step.toLocaleString("en"), row).className = "num";
       const name = html("td", undefined, row);
       name.className = "kind";
@@ -183,9 +183,17 @@ function provenanceSection() {
   lacks(box, what.lacks);
 }
 
+function axisChoice() {
+  const known = Object.keys(AXES).filter(name => data.runs.some(run => name === "step" || run.axes[name]));
+  for (const name of known) html("option", name === "hours" ? "hours" : `${name}${name === "step" ? "s" : ""}`, at("axis")).value = name;
+  at("axes").hidden = known.length < 2;
+  at("axis").addEventListener("change", () => { axisName = at("axis").value; redraw(); });
+}
+
 function redraw() { untip(); for (const draw of figures) draw(); }
 
 overview();
+axisChoice();
 lacks(part("loss", "Loss", data.loss, true), data.loss.lacks);
 lacks(part("speed", "Throughput, time, memory", data.speed, false, "Time"), data.speed.lacks);
 lacks(part("optimizer", "Learning rate and gradient norm", data.optimizer, false, "Optimizer"), data.optimizer.lacks);

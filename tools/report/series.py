@@ -12,6 +12,7 @@ import numpy.typing as npt
 BUCKETS = 2000  # of all runs over each other; of each the smallest and the largest value stay
 FEWEST, MOST = 100, 600  # of one run: a screen has no more columns
 SMOOTH_FROM = 30  # values; a mean of fewer hides more than it shows
+KNOTS = 300  # of the map from steps to another axis
 MOST_BAD = 100  # marks of values that are not finite
 
 
@@ -88,6 +89,11 @@ def line(points: Sequence[tuple[int, float]], count: int, *, smooth: bool = Fals
         places = sorted({round(n) for n in np.linspace(0, len(good) - 1, min(len(good), count))})
         made |= {"ms": [steps[n] for n in places], "mv": [short(float(means[n])) for n in places], "window": window}
     return made
+
+
+def knots(values: Sequence[Any], count: int = KNOTS) -> list[Any]:
+    """At most ``count`` of the values, evenly, the ends among them: lines are drawn between them."""
+    return [values[n] for n in sorted({round(n) for n in np.linspace(0, len(values) - 1, min(len(values), count))})]
 
 
 def evenly(items: Sequence[Any], most: int) -> list[Any]:
