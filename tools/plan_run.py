@@ -106,12 +106,15 @@ def _measure(config: Any, path: Path) -> None:
         raise UsageError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _plan(layout: Any, given: Given) -> Plan:
+def _plan(layout: Any, given: Given, rehearsed: Any, clock: Any) -> Plan:
     from qeffect_lm.app.assemble import make_plan
+    from qeffect_lm.app.foretold import foretold_plan
 
-    if layout.config.pipeline.schedule == "auto":
-        raise UsageError("pipeline.schedule auto needs a run's own times: plan a named schedule, or see train.py --dry-run")
-    return make_plan(layout.config)
+    if layout.config.pipeline.schedule != "auto":
+        return make_plan(layout.config)
+    plan, told = foretold_plan(layout, rehearsed, given.device, clock)
+    given.assumptions += told
+    return plan
 
 
 def _one(args: argparse.Namespace, layout: Any, given: Given) -> int:
@@ -121,7 +124,8 @@ def _one(args: argparse.Namespace, layout: Any, given: Given) -> int:
     rehearsed = rehearse(layout.config, given.device)
     if not rehearsed.kernels:
         given.assumptions.append("Triton is not installed here, so torch's own operations were counted: kernels hold less")
-    seen = forecast(layout, _plan(layout, given), rehearsed, given.device, given.clock(layout, rehearsed))
+    clock = given.clock(layout, rehearsed)
+    seen = forecast(layout, _plan(layout, given, rehearsed, clock), rehearsed, given.device, clock)
     given.assume(layout)
     report = _report(layout, seen, given)
     picture = svg(seen.plan, seen.simulation or _unit(seen.plan), report["title"])

@@ -119,8 +119,19 @@ class _Chunks:
         return [reduce(_plus, parts) for parts in ranks]
 
 
-def decide(config: Config, profiles: Sequence[tuple[int, Profile]]) -> Auto:
+@dataclass(frozen=True)
+class Foretold:
+    """Instead of profiles: each chunk of a placement and a message, as :mod:`qeffect_lm.app.foretold` predicts them."""
+
+    parts: Callable[[Placement], Sequence[Part]]
+    t_comm: float
+
+
+def decide(config: Config, profiles: Sequence[tuple[int, Profile]], foretold: Foretold | None = None) -> Auto:
     """Run ``auto`` on (pipeline rank, its profile)s; of several replicas the slowest counts. Depends on its arguments alone.
+
+    Args:
+        foretold: instead of profiles.
 
     Raises:
         UsageError: a memory limit that no plan keeps.
@@ -128,10 +139,12 @@ def decide(config: Config, profiles: Sequence[tuple[int, Profile]]) -> Auto:
     pipeline, pp, m = config.pipeline, config.parallel.pp, config.pipeline.microbatches
     costs = pipeline.costs
     t_comm = max((one.t_comm for _, one in profiles), default=0.0) if costs.t_f is None else costs.t_comm or 0.0
+    if foretold is not None and costs.t_comm is None:
+        t_comm = foretold.t_comm
     problems: dict[str, Problem] = {}
     fullest: dict[str, float] = {}
     for shape in _shapes(config):
-        chunks = _chunks(config, placement_of(shape, pp), profiles)
+        chunks = _chunks(config, placement_of(shape, pp), profiles, foretold)
         fullest[shape] = max(part.m_b for part in chunks.of_ranks())
         held = _limit(config, fullest[shape], m * sum(part.m_b for part in chunks.parts))
         problems[shape] = Problem(
@@ -155,8 +168,8 @@ def decide(config: Config, profiles: Sequence[tuple[int, Profile]]) -> Auto:
     return solve(problems, window=config.precision.fp8.window, tolerance=TOLERANCE)
 
 
-def explain(config: Config, found: Auto) -> list[str]:
-    """What was measured or given, what was chosen, and how good it is."""
+def explain(config: Config, found: Auto, source: str = "measured") -> list[str]:
+    """What was measured (or predicted) or given, what was chosen, and how good it is."""
     problem, plan = found.problem, found.plan
     parts = [Part(*numbers) for numbers in zip(problem.t_f, problem.t_i, problem.t_w, problem.m_b, problem.m_w, strict=True)]
     ranks = _Chunks(plan.placement, parts).of_ranks()
@@ -164,7 +177,7 @@ def explain(config: Config, found: Auto) -> list[str]:
     scale, unit = (1000.0, " ms") if measured else (1.0, "")
     times = " | ".join(f"{scale * r.t_f:.4g} {scale * r.t_i:.4g} {scale * r.t_w:.4g}" for r in ranks)
     message = f"{scale * problem.t_comm:.4g}{unit}"
-    lines = [f"auto: T_F T_I T_W per rank, {'measured' if measured else 'given'}: {times}{unit}; message {message}"]
+    lines = [f"auto: T_F T_I T_W per rank, {source if measured else 'given'}: {times}{unit}; message {message}"]
     if needs_profile(config) or config.pipeline.costs.m_b is not None:
         sizes = " | ".join(f"{format_bytes(r.m_b)}, {format_bytes(r.m_w)}" for r in ranks)
         limit = config.pipeline.memory_limit
@@ -198,17 +211,21 @@ def _shapes(config: Config) -> list[str]:
     return possible
 
 
-def _chunks(config: Config, placement: Placement, profiles: Sequence[tuple[int, Profile]]) -> _Chunks:
-    """Each chunk's times and sizes, from its rank's profile or from the configuration (shared evenly by a rank's chunks)."""
+def _chunks(
+    config: Config, placement: Placement, profiles: Sequence[tuple[int, Profile]], foretold: Foretold | None
+) -> _Chunks:
+    """Each chunk's times and sizes, from its rank's profile, foretold, or from the configuration (shared evenly by a rank's
+    chunks)."""
     share = placement.num_chunks // placement.num_ranks
     counts = config.chunk_layers(placement.num_chunks)
     kinds = in_fp8(config)
     parts = []
+    predicted = [] if foretold is None else foretold.parts(placement)
     for chunk, rank in enumerate(placement.ranks):
         first = sum(counts[:chunk])
         layers = kinds[first : first + counts[chunk]]
         candidates = [_measured_chunk(one, chunk, placement, layers) for at, one in profiles if at == rank]
-        measured = reduce(_slower, candidates) if candidates else UNIT
+        measured = predicted[chunk] if predicted else reduce(_slower, candidates) if candidates else UNIT
         parts.append(_given(config, rank, share, measured))
     return _Chunks(placement, parts)
 

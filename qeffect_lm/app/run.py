@@ -28,7 +28,7 @@ from qeffect_lm.app.device import device_of
 from qeffect_lm.app.recording import Recorder
 from qeffect_lm.app.resuming import branch_of, check_config, find_checkpoint, plan_of, restore_run
 from qeffect_lm.app.saving import Saver
-from qeffect_lm.app.sources import check_tokenizer, held_out_batch, make_loader
+from qeffect_lm.app.sources import check_corpora, check_tokenizer, held_out_batch, make_loader
 from qeffect_lm.app.starting import companions_of, open_start, start_from
 from qeffect_lm.app.step_profile import StepProfiler, make_folder
 from qeffect_lm.app.watching import Watcher
@@ -200,6 +200,7 @@ def train_run(config: Config, env: LaunchEnv, say: Callable[[str], None] = print
     """
     check_world(config.parallel, env.world)
     check_tokenizer(config)
+    check_corpora(config)
     if config.train.profile.ranges():
         make_folder(config)
     with ExitStack() as stack:

@@ -57,6 +57,18 @@ def make_loader(config: Config, mesh: Mesh, gpu: bool = False) -> StepLoader:
     )
 
 
+def check_corpora(config: Config) -> None:
+    """Before a run makes its folders: that every corpus can be opened.
+
+    Raises:
+        UsageError: one is not configured, missing or damaged.
+    """
+    for prefix in blend_of(config)[1]:
+        open_dataset(prefix, "data.train")
+    if config.data.valid is not None:
+        open_dataset(config.data.valid, "data.valid")
+
+
 def blend_of(config: Config) -> tuple[list[str], list[str | None]]:
     """Weights and prefixes of the training corpora."""
     if config.data.blend is None:

@@ -6,6 +6,7 @@ import gc
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -52,39 +53,40 @@ def measured(settings: Config, mesh: Mesh | None = None) -> dict[str, int]:
                 float(engine.step(step, data).loss)
         with record_function(SAVE):
             torch.zeros(1)
+    return peaks_of(profiler, everywhere=mesh is not None)
+
+
+def peaks_of(profiler: profile, everywhere: bool = False) -> dict[str, int]:
+    """The most that was held at once in each phase, of what this thread (or any) took since the profile began.
+
+    Blocks are known by their addresses: one that was there before (an earlier test's, freed when a cache or a collector lets
+    go of it) would make the run look smaller, and other threads' larger.
+    """
     assert profiler.profiler is not None
-    events = profiler.profiler.kineto_results.events()
-    spans = [(event.name(), event.start_ns(), event.end_ns()) for event in events if event.name() in PHASES]
+    waiting = list(profiler.profiler.kineto_results.experimental_event_tree())
+    spans: list[tuple[str, int, int]] = []
+    blocks: list[tuple[int, int, int]] = []
+    thread = next(event.start_tid for event in waiting if event.name in PHASES)
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        kind, fields = event.typed
+        if event.name in PHASES:
+            spans.append((event.name, event.start_time_ns, event.end_time_ns))
+        elif kind == _EventType.Allocation and (everywhere or event.start_tid == thread or fields.alloc_size < 0):
+            blocks.append((event.start_time_ns, fields.alloc_size, fields.ptr))
+    held: dict[int, int] = {}
     peaks, now = dict.fromkeys(PHASES, 0), 0
-    if mesh is None:
-        changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    else:
-        changes = allocations(profiler.profiler.kineto_results.experimental_event_tree())
-    for at, size in changes:
-        now += size
+    for at, size, address in sorted(blocks):
+        if size > 0:  # an address that is given out again was free: what gloo's threads free the profiler does not see
+            now += size - held.get(address, 0)
+            held[address] = size
+        else:
+            now -= held.pop(address, 0)
         for name, start, end in spans:
             if start <= at <= end:
                 peaks[name] = max(peaks[name], now)
     return peaks
-
-
-def allocations(roots: list[Any]) -> list[tuple[int, int]]:
-    """(when, bytes more or less). What gloo's threads free the profiler does not see: an address that is given out again was
-    free."""
-    found, waiting = [], list(roots)
-    while waiting:
-        event = waiting.pop()
-        waiting += event.children
-        if event.tag == _EventType.Allocation:
-            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
-    changes, live = [], dict[int, int]()
-    for at, address, size in sorted(found):
-        if size > 0:
-            changes.append((at, size - live.get(address, 0)))
-            live[address] = size
-        else:
-            changes.append((at, -live.pop(address, 0)))
-    return changes
 
 
 PHASES = START, COMPUTE, OPTIMIZER, SAVE
@@ -96,6 +98,19 @@ RUNS: dict[str, Mapping[str, Any]] = {
     "recomputed, high precision": {"model__recompute": "full", "precision__fp8__high_precision_last": 1},
     "tied, without FP8": {"precision__fp8__recipe": "none", "model__tie_word_embeddings": True, "model__dropout": 0.1},
 }
+
+
+def test_only_what_this_thread_takes_is_counted() -> None:
+    """Neither what was there before and goes, nor what another thread takes meanwhile."""
+    early: list[torch.Tensor] = [torch.ones(1 << 20)]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, record_function(COMPUTE):
+        early.clear()
+        mine = [torch.ones(256)]
+        other = Thread(target=lambda: early.append(torch.ones(1 << 20)))
+        other.start()
+        other.join()
+        mine.append(torch.ones(512))
+    assert len(early) == 1 and peaks_of(profiler)[COMPUTE] == 4 * (256 + 512)
 
 
 CASES = [pytest.param(keys, id=name, marks=[pytest.mark.long] * name.startswith("recomputed")) for name, keys in RUNS.items()]

@@ -81,6 +81,26 @@ def test_the_page_in_a_browser(plan_tool, tmp_path: Path, size: str) -> None:
     assert re.search(r'data-full="(0.9[89]|1.0[01])"', dom) and 'data-paper="#ffffff"' in dom
 
 
+def test_auto_by_predicted_times(plan_tool) -> None:
+    """As good as the best named schedule, labelled; a limit is kept and costs time; given times need no device."""
+    asked = [BENCH, "parallel.pp=2", "--json"]
+    steps = {}
+    for name in ("1f1b", "zb-v", "auto"):
+        report = json.loads(plan_tool(*asked, f"pipeline.schedule={name}", "--device", "h200"))
+        steps[name] = report["time"]["pipeline_seconds"]
+        labelled = any("predicted times; training measures its own" in line for line in report["assumptions"])
+        assert labelled == (name == "auto")
+    assert steps["auto"] <= steps["zb-v"] * 1.016 < steps["1f1b"]
+    auto = [*asked, "pipeline.schedule=auto"]
+    held = []
+    for more in (["pipeline.memory_limit=1.5"], []):
+        memory = json.loads(plan_tool(*auto, "--device", "h200", *more))["memory"]
+        held.append(max(rank["categories"]["I leases"] + rank["categories"]["W leases"] for rank in memory))
+    assert held[0] < held[1]
+    given = json.loads(plan_tool(*auto, *(f"pipeline.costs.t_{kind}=[1]" for kind in "fiw")))
+    assert given["time"] is None and any("T_F T_I T_W per rank, given" in line for line in given["assumptions"])
+
+
 def test_a_cpu_and_its_profile(plan_tool, tmp_path: Path) -> None:
     """No ceilings: it says so. Measured here, the profile gives the times, again and again the same."""
     sizes = ["model.hidden_size=32", "model.ffn_size=48", "model.vocab_size=64", "data.seq_len=16"]
@@ -146,7 +166,7 @@ def test_layers_that_do_not_divide() -> None:
         ([BENCH, "--device", "h200", "--sweep", "--gpus", "2", "--memory", "80"], "a size with its unit"),
         ([BENCH, "--sweep", "--gpus", "2", "--memory", "80GB"], "name the device"),
         ([TINY, "--price", "2"], "--price needs times"),
-        ([BENCH, "pipeline.schedule=auto", "parallel.pp=2", "--device", "h200"], "auto needs a run's own times"),
+        ([BENCH, "pipeline.schedule=auto", "parallel.pp=2"], "auto needs times: name a device"),
         (["nothing.yaml"], "nothing.yaml"),
     ],
 )

@@ -54,6 +54,10 @@ def test_wrong_type_names_key_and_unit(folder, capsys):
 def test_missing_and_empty_corpus(folder, capsys, tmp_path):
     code, err = command(folder, capsys, f"run.dir={tmp_path}", f"data.train={tmp_path / 'nowhere'}")
     assert code == 2 and "nowhere" in err
+    for key in ("data.train", "data.valid"):  # nothing is left behind of a run that never began
+        given = [f"run.dir={tmp_path / 'never'}", f"data.train={folder / 'corpus'}", f"{key}={tmp_path / 'nowhere'}"]
+        code, err = command(folder, capsys, *given)
+        assert code == 2 and "nowhere" in err and not (tmp_path / "never").exists()
     make_corpus(tmp_path / "short", documents=1, length=5)
     code, err = command(folder, capsys, f"run.dir={tmp_path / 'run'}", f"data.train={tmp_path / 'short'}")
     assert code == 2 and "5 tokens" in err and "seq_len 16" in err
