@@ -19,9 +19,10 @@ import torch.distributed as dist
 from checkpoint import Checkpoint, CheckpointError, GroupCommunicator, SingleProcess
 from checkpoint.comm import Communicator
 from checkpoint.saved_run import check_saved_run
+from models import build_model
 from pipeline.measure import Meter, StepWatch, latency
 from qeffect_lm import __version__
-from qeffect_lm.app.assemble import Assembly, assemble, mesh_of
+from qeffect_lm.app.assemble import DTYPES, Assembly, assemble, mesh_of
 from qeffect_lm.app.auto_plan import agree_on_plan, choose_plan
 from qeffect_lm.app.counts import active_parameters
 from qeffect_lm.app.device import device_of
@@ -198,6 +199,7 @@ def train_run(config: Config, env: LaunchEnv, say: Callable[[str], None] = print
     Raises:
         UsageError, QEffectError: see their messages; every rank raises or dies.
     """
+    build_model(config, None, DTYPES[config.precision.dtype])  # first: nobody should start more processes for what is refused
     check_world(config.parallel, env.world)
     check_tokenizer(config)
     check_corpora(config)

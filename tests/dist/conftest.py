@@ -17,7 +17,6 @@ SHORT = (
     "test_resume.py::test_two_stages_killed_and_restarted_by_torchrun",
     "test_schedules_dist.py::test_a_schedule_over_gloo",
     "test_tied.py::test_two_stages",
-    "test_tools.py::test_generate_and_diff_on_the_command_line",
     "test_torchtitan.py::test_titans_trainer_with_our_pipeline",  # skipped without torchtitan
     "test_tensor_parallel.py::test_two_ranks",
     "test_zero.py::test_two_replicas",

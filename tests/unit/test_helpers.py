@@ -46,6 +46,7 @@ def _exit_code(rank: int, world: int) -> None:
     sys.exit(2 + rank)
 
 
+@pytest.mark.long
 def test_results_come_in_rank_order() -> None:
     assert run_distributed(_sum, 2, 10) == [(0, 21.0), (1, 21.0)]
 
@@ -78,6 +79,7 @@ def test_single_ranks_can_be_killed() -> None:
     assert second.finished and second.value == run.processes[1].pid
 
 
+@pytest.mark.long
 def test_exit_codes_are_kept() -> None:
     results = start_distributed(_exit_code, 2, init=False, timeout=60).wait(check=False)
     assert [r.returncode for r in results] == [2, 3]

@@ -23,8 +23,11 @@ def check(cell: Cell, steps: int = 4) -> dict[str, Any]:
     return lockstep.check(cell, Mesh({}), SingleProcess(), "cpu", steps)
 
 
+ROLLING, ONE_GRAPH = replace(CELL, plan="1f1b", window="microbatch"), replace(CELL, plan="zb-h1@3", scope="step")
+
+
 @pytest.mark.parametrize(
-    "cell", [CELL, replace(CELL, plan="1f1b", window="microbatch"), replace(CELL, plan="zb-h1@3", scope="step")], ids=str
+    "cell", [CELL, pytest.param(ROLLING, marks=pytest.mark.long), pytest.param(ONE_GRAPH, marks=pytest.mark.long)], ids=str
 )
 def test_lock_step(cell, monkeypatch):
     """Equal after each step, one of them skipped, evaluations and a second capture in between; a changed scale shows."""

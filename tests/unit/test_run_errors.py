@@ -280,11 +280,11 @@ def test_a_missing_file_alone_is_asked_for(capsys):
 
 
 def test_dry_run_says_what_training_would_miss(folder, capsys, tmp_path):
-    """ep 2 is refused as in training; a corpus or tokenizer that is not there yet is a note."""
+    """ep without experts is refused as in training; a corpus or tokenizer that is not there yet is a note."""
     code, err = command(folder, capsys, "--dry-run", "parallel.ep=2", "precision.fp8.recipe=none")
-    assert code == 2 and "parallel.ep=2" in err
+    assert code == 2 and "parallel.ep 2: model.family 'llama' has no experts" in err
     code, err = command(folder, capsys, f"run.dir={tmp_path / 'run'}", "parallel.ep=2", "precision.fp8.recipe=none")
-    assert code == 2 and "ep=1 only" in err and "start 2 processes" not in err
+    assert code == 2 and "has no experts" in err and "start 2 processes" not in err
     code, err = command(folder, capsys, f"run.dir={tmp_path / 'run'}", "parallel.tp=2", "precision.fp8.recipe=none")
     assert code == 2 and "start 2 processes" in err
     missing = tmp_path / "later.model"
