@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 SHORT = (
-    "test_auto_dist.py",
+    "test_auto_dist.py::test_measured_once_and_saved",
     "test_checkpoint_dist.py::test_a_rank_that_dies_while_writing_does_not_hang_the_other",
     "test_context_parallel.py::test_two_ranks",
     "test_engine_dist.py::test_pipeline_equals_one_process[pp2, fp8, captured, dropout]",

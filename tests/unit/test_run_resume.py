@@ -20,7 +20,7 @@ from qeffect_lm.runtime.lock import holding
 from tests.runs import CONFIG, checkpoint_of, metrics_of, overrides, run_here, write_config
 
 
-@pytest.fixture(scope="module", params=["eager", "host_replay"])
+@pytest.fixture(scope="module", params=[pytest.param("eager", marks=pytest.mark.long), "host_replay"])
 def folder(request, tmp_path_factory) -> Path:
     """A finished run of 6 steps, ``whole``, with checkpoints at 3 and 6."""
     path = tmp_path_factory.mktemp(request.param)
