@@ -19,8 +19,8 @@ TABLE = Path(__file__).with_name("devices.json")
 
 
 @dataclass(frozen=True)
-class Ceilings:
-    """A device.
+class Ceilings(Links):
+    """A device, and what joins it to others.
 
     Attributes:
         memory_tb_s: bandwidth of its memory; ``touches``: how often a byte that a layer makes crosses it beside products.
@@ -38,12 +38,6 @@ class Ceilings:
     memory_tb_s: float
     touches: float
     layer_overhead_us: float
-    link_gb_s: float
-    network_gb_s: float
-    gpus_per_node: int
-    launch_us: float
-    link_hop_us: float
-    network_hop_us: float
     expert_imbalance: float
     products: Mapping[str, Products]
     experts: Rates
@@ -51,10 +45,6 @@ class Ceilings:
     row_attention: Rates
     sources: tuple[str, ...]
     assumed: Mapping[str, str]
-
-    @property
-    def links(self) -> Links:
-        return Links(**{field.name: getattr(self, field.name) for field in fields(Links)})
 
     def said(self) -> list[str]:
         """What is measured, and every constant that is not, with its value."""
@@ -93,7 +83,7 @@ def ceilings(device: str) -> Ceilings:
         "row_attention": Rates.of(entry.pop("row_attention"), "sequence"),
         "sources": tuple(entry.pop("measured")),
     }
-    return Ceilings(device, **entry, **measured)
+    return Ceilings(key=device, **entry, **measured)
 
 
 def _from_file(path: Path) -> Ceilings:

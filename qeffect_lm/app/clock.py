@@ -89,7 +89,7 @@ class Clock:
             return self.profile.t_comm
         assert self.device is not None
         inside = self.config.parallel.world <= self.device.gpus_per_node
-        return self.device.links.message(self.layout.border, inside)
+        return self.device.message(self.layout.border, inside)
 
     # ---- the step's end ------------------------------------------------------------------------------------------
 
@@ -99,10 +99,9 @@ class Clock:
         device, size = self.device, self.layout.grad_size
         if device is None:
             return 0.0
-        links, replicas = device.links, self._line("replicas")
-        over_ep = links.all_reduce(self._line("ep"), size * dense)
-        shared = self.layout.shard is not None
-        return over_ep + (links.gather(replicas, size * every) if shared else links.all_reduce(replicas, size * every))
+        replicas, over_ep = self._line("replicas"), device.all_reduce(self._line("ep"), size * dense)
+        reduce = device.all_reduce if self.layout.shard is None else device.gather
+        return over_ep + reduce(replicas, size * every)
 
     def update(self, plan: Plan, rank: int) -> float:
         """Optimizer and refresh of the caches; 0 without ceilings."""
@@ -117,11 +116,11 @@ class Clock:
         if self.device is None or self.layout.shard is None:
             return 0.0
         size = self.layout.held(plan, rank).size * self.layout.dtype.itemsize
-        return self.device.links.gather(self._line("replicas"), size)
+        return self.device.gather(self._line("replicas"), size)
 
     def _line(self, axis: str) -> Any:
         assert self.device is not None
-        return self.device.links.line(self._sizes, axis)
+        return self.device.line(self._sizes, axis)
 
     # ---- parts ---------------------------------------------------------------------------------------------------
 
@@ -242,8 +241,8 @@ class Clock:
         assert self.device is not None
         line, whole = self._line("tp"), self.layout.tokens * self.config.model.hidden_size * self.layout.dtype.itemsize
         if self.config.parallel.sequence_parallel:
-            return self.device.links.gather(line, whole)
-        return self.device.links.all_reduce(line, whole) / 2
+            return self.device.gather(line, whole)
+        return self.device.all_reduce(line, whole) / 2
 
     def _keys_and_values(self) -> tuple[float, float]:
         """Of the whole sequences: gathered, and their gradients summed in float32."""
@@ -251,7 +250,7 @@ class Clock:
         model, data, line = self.config.model, self.config.data, self._line("cp")
         heads = max(1, model.num_kv_heads // self.config.parallel.tp)
         elements = 2 * data.seq_len * data.microbatch_size * heads * model.head_dim
-        gather = self.device.links.gather
+        gather = self.device.gather
         return gather(line, elements * self.layout.dtype.itemsize), gather(line, elements * max(4, self.layout.dtype.itemsize))
 
     def _rows(self) -> float:
@@ -266,16 +265,16 @@ class Clock:
         rows = self._rows()
         if self.config.graphs.backend != "eager":
             rows *= line.size * min(moe.top_k, (moe.num_experts or 1) // line.size) / moe.top_k
-        return self.device.links.all_to_all(line, rows * self.config.model.hidden_size * self.layout.dtype.itemsize)
+        return self.device.all_to_all(line, rows * self.config.model.hidden_size * self.layout.dtype.itemsize)
 
     def _small(self) -> float:
         """Counts or weights of rows: no more than a launch."""
         assert self.device is not None
-        return self.device.links.all_to_all(self._line("experts"), 0.0)
+        return self.device.all_to_all(self._line("experts"), 0.0)
 
     def _small_over_tp(self) -> float:
         assert self.device is not None
-        return self.device.links.gather(self._line("tp"), 0.0)
+        return self.device.gather(self._line("tp"), 0.0)
 
 
 def _times(part: Part) -> Times:
