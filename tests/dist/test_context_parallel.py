@@ -6,6 +6,7 @@ What must be equal bit for bit is one layout in several ways: eager, captured ac
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import replace
@@ -19,9 +20,10 @@ from qeffect_lm.contract.errors import CollectiveError
 from qeffect_lm.parallel.context import ContextParallel
 from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.parallel.peers import PeerLostError
+from tests.dist.frame import same_on_all, train_each, whole
 from tests.dist.test_resume import environment
 from tests.dist.test_tensor_parallel import FLOAT64, GPT2, QWEN2, QWEN3, REPLAY, SIZES
-from tests.dist.test_zero import data, items_of, whole
+from tests.dist.test_zero import data
 from tests.helpers import run_distributed, start_distributed
 from tests.runs import CONFIG, metrics_of
 from tests.tiny import Batch, batch, config, differing, train
@@ -81,31 +83,15 @@ def held_out(settings: dict[str, Any]) -> Batch:
 
 
 def _runs(rank: int, world: int, sizes: dict[str, int], variants: list[dict[str, Any]]) -> list[Any]:
-    """Three steps of each variant, one after the other in the same processes."""
     mesh = Mesh(sizes, rank)
-    mesh.create_groups()
-    layout = {f"parallel__{axis}": size for axis, size in sizes.items()}
-    told = []
-    for settings in variants:
-        batches = batches_of(settings, mesh.coord("samples"), mesh.size("samples"))
-        run = train(config(**{**SIZES, **layout, **settings}), 3, mesh=mesh, batches=batches)
-        evaluated = run.assembly.evaluator.run(held_out(settings))
-        told.append(((run.losses, run.norms, run.skipped, evaluated), items_of(run.assembly)))
-        if run.assembly.transport is not None:
-            run.assembly.transport.close()
-    return told
+    replica = mesh.coord("samples"), mesh.size("samples")
+    return train_each(mesh, SIZES, variants, lambda settings: batches_of(settings, *replica), held_out)
 
 
 def run(sizes: dict[str, int], variants: list[dict[str, Any]]) -> tuple[list[Any], list[dict[str, torch.Tensor]]]:
     """What each variant told, the same on all ranks, and its logical state."""
-    world = 1
-    for size in sizes.values():
-        world *= size
-    results = run_distributed(_runs, world, sizes, variants, timeout=400)
-    for number in range(len(variants)):
-        assert all(rank[number][0] == results[0][number][0] for rank in results), number
-    states = [whole([rank[number][1] for rank in results]) for number in range(len(variants))]
-    return [results[0][number][0] for number in range(len(variants))], states
+    results = run_distributed(_runs, math.prod(sizes.values()), sizes, variants, timeout=400)
+    return same_on_all(results), [whole([rank[n][1] for rank in results]) for n in range(len(variants))]
 
 
 def assert_near_one(told: Any, state: dict[str, torch.Tensor], settings: dict[str, Any], replicas: int = 1) -> None:

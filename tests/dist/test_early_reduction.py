@@ -10,7 +10,8 @@ from pipeline.actions import Kind
 from pipeline.effects import program
 from qeffect_lm.contract.errors import GradSlotError
 from qeffect_lm.parallel.mesh import Mesh
-from tests.dist.test_zero import SHARED, assert_equal_runs, data, items_of
+from tests.dist.frame import items_of
+from tests.dist.test_zero import SHARED, assert_equal_runs, data
 from tests.helpers import run_distributed
 from tests.tiny import config, train
 from tests.unit.effects_recorder import Recorder, words

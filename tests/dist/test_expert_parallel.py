@@ -19,9 +19,9 @@ from qeffect_lm.contract.errors import CollectiveError
 from qeffect_lm.contract.timeline import EMPTY
 from qeffect_lm.parallel.expert import Dispatch
 from qeffect_lm.parallel.mesh import Mesh
-from tests.dist.test_zero import items_of, whole
+from tests.dist.frame import items_of, same_on_all, train_each, whole
 from tests.helpers import run_distributed
-from tests.tiny import Batch, batch, config, differing, train
+from tests.tiny import Batch, Trained, batch, config, differing, train
 
 EXPERTS = 8
 MOE = {"num_experts": EXPERTS, "aux_loss_coef": 0.05, "z_loss_coef": 0.01}
@@ -52,28 +52,24 @@ def together(step: int, ranks: int) -> Batch:
 
 
 def _runs(rank: int, world: int, sizes: dict[str, int], variants: list[dict[str, Any]]) -> list[Told]:
-    """Three steps of each variant, one after the other in the same processes."""
     mesh = Mesh(sizes, rank)
-    mesh.create_groups()
-    layout = {f"parallel__{axis}": size for axis, size in sizes.items()}
-    told, replica = [], (mesh.coord("samples"), mesh.size("samples"))
-    for settings in variants:
-        run = train(config(**SIZES | layout | settings), 3, mesh=mesh, batches=lambda step: data(step, *replica))
-        held_out = run.assembly.evaluator.run(batch(99, 2))
-        routed = run.assembly.engine.end.routed.clone()
-        told.append(((run.losses, run.norms, run.skipped, held_out), routed, items_of(run.assembly)))
-        if run.assembly.transport is not None:
-            run.assembly.transport.close()
-    return told
+    replica = mesh.coord("samples"), mesh.size("samples")
+    return train_each(
+        mesh, SIZES, variants, lambda _: lambda step: data(step, *replica), lambda _: batch(99, 2), _routed_and_state
+    )
+
+
+def _routed_and_state(run: Trained) -> Told:
+    return run.assembly.engine.end.routed.clone(), items_of(run.assembly)
 
 
 def run(sizes: dict[str, int], variants: list[dict[str, Any]]) -> list[Told]:
     """What each variant told, the same on all ranks, and its logical state."""
     results = run_distributed(_runs, math.prod(sizes.values()), sizes, variants, timeout=500)
     for number in range(len(variants)):
-        assert all(rank[number][0] == results[0][number][0] for rank in results), number
         assert all(torch.equal(rank[number][1], results[0][number][1]) for rank in results), number
-    return [(*results[0][n][:2], whole([rank[n][2] for rank in results])) for n in range(len(variants))]
+    states = [whole([rank[n][2] for rank in results]) for n in range(len(variants))]
+    return [(numbers, results[0][n][1], states[n]) for n, numbers in enumerate(same_on_all(results))]
 
 
 def assert_near_one(told: Told, settings: dict[str, Any], replicas: int) -> None:

@@ -7,6 +7,7 @@ bit for bit is one layout in several ways: eager, captured action by action, cap
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from typing import Any
@@ -17,12 +18,12 @@ import torch
 from qeffect_lm import config_check
 from qeffect_lm.contract.errors import CollectiveError
 from qeffect_lm.layers import te
-from qeffect_lm.layers.dropout import KeyedDropout
 from qeffect_lm.parallel.linear import RowParallelLinear
 from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.parallel.peers import PeerLostError
 from qeffect_lm.parallel.tensor import TensorParallel
-from tests.dist.test_zero import data, items_of, together, whole
+from tests.dist.frame import same_on_all, train_each, whole
+from tests.dist.test_zero import data, together
 from tests.helpers import run_distributed, start_distributed
 from tests.te_fake import fake_library
 from tests.tiny import Batch, batch, config, differing, train
@@ -39,35 +40,15 @@ REPLAY = {"graphs__backend": "host_replay"}
 
 
 def _runs(rank: int, world: int, sizes: dict[str, int], variants: list[dict[str, Any]]) -> list[Any]:
-    """Three steps of each variant, one after the other in the same processes."""
     mesh = Mesh(sizes, rank)
-    mesh.create_groups()
-    layout = {f"parallel__{axis}": size for axis, size in sizes.items()}
-    told, replica = [], (mesh.coord("samples"), mesh.size("samples"))
-    for settings in variants:
-        run = train(config(**SIZES | layout | settings), 3, mesh=mesh, batches=lambda step: data(step, *replica))
-        held_out = run.assembly.evaluator.run(batch(99, 2))
-        masks = [float(m.before) for s in run.assembly.engine.stages.values() for m in s.chunk.modules() if _drops(m)]
-        told.append(((run.losses, run.norms, run.skipped, held_out), items_of(run.assembly), masks))
-        if run.assembly.transport is not None:
-            run.assembly.transport.close()
-    return told
-
-
-def _drops(module: torch.nn.Module) -> bool:
-    return isinstance(module, KeyedDropout) and module.p > 0
+    replica = mesh.coord("samples"), mesh.size("samples")
+    return train_each(mesh, SIZES, variants, lambda _: lambda step: data(step, *replica), lambda _: batch(99, 2))
 
 
 def run(sizes: dict[str, int], variants: list[dict[str, Any]]) -> tuple[list[Any], list[dict[str, torch.Tensor]]]:
     """What each variant told, the same on all ranks, and its logical state."""
-    world = 1
-    for size in sizes.values():
-        world *= size
-    results = run_distributed(_runs, world, sizes, variants, timeout=400)
-    for number in range(len(variants)):
-        assert all(rank[number][0] == results[0][number][0] for rank in results), number
-    states = [whole([rank[number][1] for rank in results]) for number in range(len(variants))]
-    return [results[0][number][0] for number in range(len(variants))], states
+    results = run_distributed(_runs, math.prod(sizes.values()), sizes, variants, timeout=400)
+    return same_on_all(results), [whole([rank[n][1] for rank in results]) for n in range(len(variants))]
 
 
 def assert_near_one(told: Any, state: dict[str, torch.Tensor], settings: dict[str, Any], replicas: int = 1) -> None:
@@ -225,15 +206,10 @@ def _te_runs(rank: int, world: int, variants: list[dict[str, Any]]) -> list[Any]
     """Transformer Engine's stand-in, in float64 as well, which the real one has not."""
     te.load = lambda device, recipe: fake_library()  # type: ignore[assignment]
     config_check._check_backend = lambda _: iter(())  # type: ignore[assignment]
-    mesh = Mesh({"tp": world}, rank)
-    mesh.create_groups()
-    told = []
-    for settings in variants:
-        keys = {**SIZES, "model__backend": "te", "run__device": "auto", "parallel__tp": world, **settings}
-        run = train(config(**keys), 3, mesh=mesh, batches=lambda step: data(step, 0, 1))
-        held_out = run.assembly.evaluator.run(batch(99, 2))
-        told.append(((run.losses, run.norms, run.skipped, held_out), items_of(run.assembly)))
-    return told
+    base = {**SIZES, "model__backend": "te", "run__device": "auto"}
+    return train_each(
+        Mesh({"tp": world}, rank), base, variants, lambda _: lambda step: data(step, 0, 1), lambda _: batch(99, 2)
+    )
 
 
 @pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "all tokens"])

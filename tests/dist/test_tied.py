@@ -15,8 +15,9 @@ from checkpoint.resume import check_replicas, contract_meta, restore, saved_stat
 from qeffect_lm.app.assemble import Assembly, assemble
 from qeffect_lm.contract.errors import ResumeError
 from qeffect_lm.parallel.mesh import Mesh
+from tests.dist.frame import train_each
 from tests.helpers import run_distributed
-from tests.tiny import Batch, assert_moved, batch, config, merged, same_bits, train
+from tests.tiny import Batch, Trained, assert_moved, batch, config, merged, same_bits, train
 
 # Vocabulary: the embedding has 2.05 blocks, so that shards cut it.
 TIED: dict[str, Any] = {
@@ -39,22 +40,16 @@ def data(step: int, mesh: Mesh) -> Batch:
 
 
 def _runs(rank: int, world: int, sizes: dict[str, int], variants: list[dict[str, Any]]) -> list[Any]:
-    """Three steps of each variant, one after the other in the same processes."""
     mesh = Mesh(sizes, rank)
-    mesh.create_groups()
-    layout = {f"parallel__{axis}": size for axis, size in sizes.items()}
-    told = []
-    for settings in variants:
-        run = train(config(**TIED | layout | settings), 3, mesh=mesh, batches=lambda step: data(step, mesh))
-        held_out = run.assembly.evaluator.run(data(99, mesh))
+
+    def told(run: Trained) -> tuple[Any, ...]:
         check_replicas(run.assembly.logical_tensors(), GroupCommunicator(), mesh)
         flat = run.assembly.flat
         held = set(flat.names), {name: grad.numel() for name, grad in flat.tied_grad_buffers.items()}
         whole = {item.name: item.tensor for item in run.assembly.logical_tensors() if not _cut(item)}
-        told.append(((run.losses, run.norms, run.skipped, held_out), {n: _bytes(t) for n, t in whole.items()}, held))
-        if run.assembly.transport is not None:
-            run.assembly.transport.close()
-    return told
+        return {n: _bytes(t) for n, t in whole.items()}, held
+
+    return train_each(mesh, TIED, variants, lambda _: lambda step: data(step, mesh), lambda _: data(99, mesh), told)
 
 
 def _cut(item: Any) -> bool:

@@ -14,8 +14,9 @@ from checkpoint.comm import Communicator
 from checkpoint.resume import check_replicas, contract_meta, restore, saved_state
 from qeffect_lm.app.assemble import Assembly, assemble
 from qeffect_lm.parallel.mesh import Mesh
+from tests.dist.frame import items_of, train_each, whole
 from tests.helpers import run_distributed
-from tests.tiny import Batch, batch, config, same_bits, train
+from tests.tiny import Batch, Trained, batch, config, same_bits, train
 
 # Vocabulary: the embedding has 2.05 blocks, so that shards cut a parameter, and inside of a row.
 SHARED: dict[str, Any] = {
@@ -26,7 +27,6 @@ SHARED: dict[str, Any] = {
     "precision__dtype": "bfloat16",
 }
 FLOAT64: dict[str, Any] = {"precision__fp8__recipe": "none", "precision__dtype": "float64"}
-Items = list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]
 
 
 def data(step: int, rank: int, ranks: int) -> Batch:
@@ -45,41 +45,18 @@ def together(step: int, ranks: int) -> Batch:
     return Batch(*joined, parts[0].tokens)
 
 
-def items_of(assembly: Assembly) -> Items:
-    """What a rank lists, FP8 as bytes (pickle knows no FP8)."""
-    listed = assembly.logical_tensors()
-    return [
-        (i.name, i.global_shape, i.start, (i.tensor.view(torch.uint8) if i.tensor.dtype.itemsize == 1 else i.tensor).clone())
-        for i in listed
-    ]
-
-
-def whole(ranks: list[Items]) -> dict[str, torch.Tensor]:
-    """The logical tensors put together from all ranks' pieces."""
-    found: dict[str, torch.Tensor] = {}
-    for items in ranks:
-        for name, shape, start, tensor in items:
-            target = found.setdefault(name, torch.zeros(shape, dtype=tensor.dtype))
-            target[tuple(slice(a, a + n) for a, n in zip(start, tensor.shape, strict=True))] = tensor
-    return found
-
-
 def _runs(rank: int, world: int, sizes: dict[str, int], variants: list[dict[str, Any]]) -> list[Any]:
-    """Three steps of each variant, one after the other in the same processes."""
     mesh = Mesh(sizes, rank)
-    mesh.create_groups()
-    layout = {f"parallel__{axis}": size for axis, size in sizes.items()}
-    told = []
-    for settings in variants:
-        replica = mesh.coord("dp"), mesh.size("dp")
-        run = train(config(**SHARED | layout | settings), 3, mesh=mesh, batches=lambda step, r=replica: data(step, *r))
-        held_out = run.assembly.evaluator.run(batch(99, 2))
-        flat = run.assembly.flat
-        moments = flat.moment1_buffer.numel() / max(1, flat.grad_buffer.numel())
-        told.append(((run.losses, run.norms, run.skipped, held_out), items_of(run.assembly), moments))
-        if run.assembly.transport is not None:
-            run.assembly.transport.close()
-    return told
+    replica = mesh.coord("dp"), mesh.size("dp")
+    return train_each(
+        mesh, SHARED, variants, lambda _: lambda step: data(step, *replica), lambda _: batch(99, 2), _state_and_share
+    )
+
+
+def _state_and_share(run: Trained) -> tuple[Any, ...]:
+    """With the part of the moments that is here."""
+    flat = run.assembly.flat
+    return items_of(run.assembly), flat.moment1_buffer.numel() / max(1, flat.grad_buffer.numel())
 
 
 def assert_equal_runs(results: list[list[Any]], count: int) -> list[dict[str, torch.Tensor]]:
