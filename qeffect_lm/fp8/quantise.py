@@ -76,8 +76,7 @@ def quantise(
         rows_out, columns_out, scale_inv_out: storages to write into instead of new ones (a slot's); the rows of
             ``columns_out`` may lie apart, each contiguous.
     """
-    # Not of float32: for whole tiles of it Triton 3.6 writes a wrong transposed copy on an H200 (the rows are right).
-    if kernels.usable(x) and x.dtype.itemsize == 2:
+    if kernels.quantises(x):
         from qeffect_lm.kernels import quantise as kernel
 
         outputs = kernel.Outputs(

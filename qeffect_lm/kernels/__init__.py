@@ -36,3 +36,12 @@ def on_gpu(tensor: torch.Tensor) -> bool:
 def usable(tensor: torch.Tensor) -> bool:
     """Whether the kernels take ``tensor``: on a GPU, at most 32 bits wide, Triton installed. Tests replace this function."""
     return on_gpu(tensor) and str(tensor.dtype) in DTYPES and find_spec("triton") is not None
+
+
+def quantises(tensor: torch.Tensor) -> bool:
+    """Whether the kernels that write FP8 take ``tensor``.
+
+    On a GPU not float32: from whole tiles of it Triton 3.6 writes a wrong transposed copy on an H200 (the rows are right),
+    which only the gradients of weights would show.
+    """
+    return usable(tensor) and not (on_gpu(tensor) and str(tensor.dtype) == "torch.float32")

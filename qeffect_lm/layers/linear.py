@@ -87,7 +87,7 @@ class SplitLinear(SplitLayer):
     def fuses(self, x: torch.Tensor, context: LayerContext) -> bool:
         """Whether what comes right before this linear can be part of the kernel that quantises its input."""
         scaled = self.recipe is not None and self.recipe.scales_first and context.phase is not Phase.CALIBRATE
-        return scaled and kernels.usable(x)
+        return scaled and kernels.quantises(x)
 
     # ---- F -----------------------------------------------------------------------------------------------------
 

@@ -236,9 +236,9 @@ def test_capture(library):
             amax.fill_(-1.0)
             grad.fill_(0.25)
             dweight.fill_(-3.0)
-            made = run()
-            torch.cuda.synchronize()
-            return {name: t.clone() for name, t in zip(names, (*made, amax, grad, dweight), strict=True)}
+            kept = {name: t.clone() for name, t in zip(names, (*run(), amax, grad, dweight), strict=True)}
+        torch.cuda.synchronize()  # the caller compares on another stream
+        return kept
 
     def differing(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> dict[str, tuple[int, float]]:
         """How many elements of what differ, and by how much at most."""

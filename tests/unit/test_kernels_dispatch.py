@@ -27,8 +27,9 @@ def test_who_takes_the_kernels(monkeypatch):
     monkeypatch.setattr(kernels, "find_spec", lambda name: object() if name == "triton" else None)
     assert kernels.usable(OnGpu(torch.bfloat16)) and kernels.usable(OnGpu(torch.float32))
     assert not kernels.usable(OnGpu(torch.float64)) and not kernels.usable(torch.zeros(2))
+    assert kernels.quantises(OnGpu(torch.bfloat16)) and not kernels.quantises(OnGpu(torch.float32))
     monkeypatch.setattr(kernels, "find_spec", lambda name: None)
-    assert not kernels.usable(OnGpu(torch.bfloat16))
+    assert not kernels.usable(OnGpu(torch.bfloat16)) and not kernels.quantises(OnGpu(torch.bfloat16))
 
 
 def test_layers_import_and_run_without_triton():

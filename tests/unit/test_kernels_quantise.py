@@ -119,10 +119,10 @@ def test_columns_side_by_side():
         quantise(x, scalar(3.0), E5M2, columns_out=torch.zeros(32, 48, dtype=E5M2.dtype, device=DEVICE).t())
 
 
-SHAPES = {"a": (70, 130), "b": (16, 64), "c": (1, 3), "d": (64, 48)}
+SHAPES = {"a": (70, 130), "b": (16, 64), "c": (1, 3), "d": (64, 48), "e": (128, 192), "f": (192, 64)}
 
 
-@pytest.mark.parametrize("names", ["abcd", "bd"], ids=["any shapes", "aligned shapes"])
+@pytest.mark.parametrize("names", ["abcd", "bd", "bef"], ids=["any shapes", "aligned shapes", "whole tiles"])
 def test_weight_refresh(names):
     """All weights together equal one at a time: masters to BF16 to FP8, amax into the window; a second refresh replaces the
     first one's amax; a weight under another recipe is not left out."""
