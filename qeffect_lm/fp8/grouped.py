@@ -66,13 +66,39 @@ class Matrices:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of groups, ``[rows, features]``: as they are, or in FP8 with an inverse scale a group, ``[groups]`` float32."""
+    """Rows of groups: as they are, or in FP8.
 
-    rows: torch.Tensor
+    Attributes:
+        rows: ``[rows, features]``; None where W alone needs them and reads ``columns``.
+        scale_inv: of FP8 the inverse scale of each group, ``[groups]`` float32.
+        columns: of FP8 on a GPU the transposed copy that W reads, ``[features, places]`` (:func:`places_of`).
+    """
+
+    rows: torch.Tensor | None
     scale_inv: torch.Tensor | None = None
+    columns: torch.Tensor | None = None
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """``rows``, which are there."""
+        assert self.rows is not None
+        return self.rows
+
+    def for_weight_grad(self) -> Rows:
+        """What W needs of it."""
+        return self if self.columns is None else Rows(None, self.scale_inv, self.columns)
 
     def tensors(self) -> list[torch.Tensor]:
-        return [self.rows] if self.scale_inv is None else [self.rows, self.scale_inv]
+        return [tensor for tensor in (self.rows, self.scale_inv, self.columns) if tensor is not None]
+
+
+PLACES = 16
+"""Each group's columns begin at a multiple of this: as many FP8 values as one load takes."""
+
+
+def places_of(groups: Groups, rows: int) -> int:
+    """Places of ``rows`` rows, whatever the groups' sizes: enough for the zeros behind each group's."""
+    return -(-rows // PLACES) * PLACES + groups.count * PLACES
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -125,15 +151,33 @@ def merge_amax(recipe: Recipe, layers: Sequence[str], kind: str, amax: torch.Ten
         torch._foreach_maximum_(slots, list(amax.unbind()))
 
 
-def quantise_groups(x: torch.Tensor, scale: torch.Tensor, fmt: Format, groups: Groups) -> Rows:
-    """``saturate(x * scale of its group)`` ``[rows, features]``, with the scales' inverses."""
-    if kernels.usable(x):
+def quantise_groups(
+    x: torch.Tensor, scale: torch.Tensor, fmt: Format, groups: Groups, *, rows: bool = True, columns: bool = False
+) -> Rows:
+    """``saturate(x * scale of its group)`` ``[rows, features]``, with the scales' inverses.
+
+    Args:
+        rows, columns: which layouts to make. Without a GPU there are no columns, and always rows: W reads those.
+    """
+    if kernels.quantises(x):
         from qeffect_lm.kernels import grouped
 
-        return Rows(grouped.quantise(x, scale, fmt, groups.of_row), scale.reciprocal())
+        return grouped.quantise(x, scale, fmt, groups, rows=rows, columns=columns)
     of_row = groups.of_row.clamp(max=groups.count - 1)  # padding takes the last one's
     q = (x.float() * scale[of_row][:, None]).clamp_(-fmt.max, fmt.max).to(fmt.dtype)
-    return Rows(q, scale.reciprocal())
+    return Rows(q, scale.reciprocal(), _columns(q, groups) if columns and kernels.usable(x) else None)
+
+
+def _columns(q: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """The transposed copy by places of FP8 rows ``[rows, features]``, zeros between groups."""
+    places = places_of(groups, q.shape[0])
+    sizes = -(-groups.offsets.diff() // PLACES) * PLACES
+    shift = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]) - groups.offsets
+    place = torch.arange(q.shape[0], device=q.device) + shift[groups.of_row]
+    behind = groups.of_row == groups.count
+    bytes_ = q.view(torch.uint8).masked_fill(behind[:, None], 0)
+    made = torch.zeros(places, q.shape[1], dtype=torch.uint8, device=q.device).index_copy_(0, place, bytes_)
+    return made.t().contiguous().view(q.dtype)
 
 
 # ---- products --------------------------------------------------------------------------------------------------
@@ -158,7 +202,7 @@ def grouped_mm(
         return grouped.product(x, weights, groups, dtype, weight_scale_inv, fast_accumulation)
     scales = [] if weight_scale_inv is None else list(weight_scale_inv.tensors)
     made: torch.Tensor = torch.ops.qeffect_lm.grouped_mm(
-        x.rows, x.scale_inv, list(weights.tensors), scales, groups.offsets, dtype
+        x.whole, x.scale_inv, list(weights.tensors), scales, groups.offsets, dtype
     )
     return made
 
@@ -167,7 +211,8 @@ def accumulate_grouped_mm(outs: Matrices, dy: Rows, x: Rows, groups: Groups, bet
     """``out[g] = beta * out[g] + dy[rows of g].T @ x[rows of g]``; ``outs`` ``[n, k]``, ``dy`` ``[rows, n]``, ``x``
     ``[rows, k]``.
 
-    Of a group without rows ``out`` becomes zero with ``beta`` 0, and is not touched with 1.
+    Of a group without rows ``out`` becomes zero with ``beta`` 0, and is not touched with 1. FP8 operands on a GPU come with
+    ``columns``.
     """
     if _by_kernels(x):
         from qeffect_lm.kernels import grouped
@@ -175,12 +220,12 @@ def accumulate_grouped_mm(outs: Matrices, dy: Rows, x: Rows, groups: Groups, bet
         grouped.accumulate(outs, dy, x, groups, beta)
         return
     torch.ops.qeffect_lm.accumulate_grouped_mm(
-        dy.rows, dy.scale_inv, x.rows, x.scale_inv, groups.offsets, list(outs.tensors), beta
+        dy.whole, dy.scale_inv, x.whole, x.scale_inv, groups.offsets, list(outs.tensors), beta
     )
 
 
 def _by_kernels(x: Rows) -> bool:
-    return kernels.usable(x.rows if x.scale_inv is None else x.scale_inv)
+    return kernels.usable(x.whole if x.scale_inv is None else x.scale_inv)
 
 
 def _spans(offsets: torch.Tensor) -> list[tuple[int, int]]:

@@ -1,52 +1,119 @@
-"""Products of groups (:mod:`qeffect_lm.fp8.grouped`): plain tiled kernels that read on the device where a group begins.
+"""Products of groups (:mod:`qeffect_lm.fp8.grouped`): tiled kernels that read on the device where a group begins.
 
 F and I have a program for every tile of rows that there could be: of ``r`` rows in ``g`` groups at most ``r / TILE_M + g``
-tiles are begun, and a program finds its group by walking over the offsets; those that are left over end at once. W has a
-program for every tile of every group's gradient, which walks over the group's rows in their order. So each element is summed
-by one program in one order: results repeat bit for bit, and a row's do not depend on where it lies.
+tiles are begun; a program finds its group in the offsets, and those that are left over end at once. W has a program for every
+tile of every group's gradient, which walks over the group's rows in their order. So each element is summed by one program in
+one order: results repeat bit for bit, and a row's do not depend on where it lies.
+
+Hopper multiplies FP8 only where both operands are contiguous along the summed dimension. For F and I they are; for W that
+dimension is the rows, so it reads transposed copies, ``columns`` ``[features, places]``, in which each group begins at a
+multiple of 16: loads are 16 bytes wide whatever the routing, and a group's sum does not depend on where it lies.
+
+    places    0 ............ | 16 .............. | 48 .... | 64
+    rows      0 1 2 3 4 0 0  | 5 6 7 ... 24 0 0  | 25 26 0 |         groups of 5, 20 and 2 rows; 0: zeros between them
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from qeffect_lm.fp8.grouped import Groups, Matrices, Rows
+from qeffect_lm.fp8.grouped import PLACES, Groups, Matrices, Rows, places_of
 from qeffect_lm.fp8.quantise import Format
 from qeffect_lm.kernels import launched
 from qeffect_lm.kernels.tables import DEFAULT_TILE
 from qeffect_lm.kernels.tile import cast, tile_offsets
 
-TILE_M, TILE_N, TILE_K = 64, 128, 64  # rows, outputs, summed features; float32 takes narrower ones
+STEP = tl.constexpr(PLACES)
+SUPER = tl.constexpr(8)  # tiles of rows that go through the columns together, while those are in the L2 cache
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Of the result (rows, columns), of the summed dimension at a time; warps and pipeline stages."""
+
+    rows: int
+    columns: int
+    summed: int
+    warps: int = 4
+    stages: int = 3
+
+    def options(self) -> dict[str, int]:
+        return {
+            "TILE_M": self.rows, "TILE_N": self.columns, "TILE_K": self.summed,
+            "num_warps": self.warps, "num_stages": self.stages,
+        }  # fmt: skip
+
+
+# The fastest of those tried on an H200 over groups of 512 to 2048 rows. Without fast accumulation a tile has two sums, that of
+# the tensor cores and the one it is moved to every 128 features (as in the DeepSeek-V3 report, 3.3.2): more columns would not
+# fit in registers.
+_FAST = _Tiles(128, 128, 128, warps=8)
+_FP8 = _Tiles(128, 128, 128)
+_FP8_W = _Tiles(64, 128, 128)
+_BF16 = _Tiles(128, 256, 64, warps=8)
+_BF16_W = _Tiles(128, 128, 64)
 
 
 @triton.jit
-def _group_of(offsets, count, tile, TILE_M: tl.constexpr):
+def _spans(offsets, count, m, COUNT: tl.constexpr):
+    """Numbers of groups, their first rows and ends; group ``count`` is the padding behind them, up to row ``m``."""
+    g = tl.arange(0, COUNT)
+    first = tl.load(offsets + g, mask=g <= count, other=0)
+    last = tl.load(offsets + g + 1, mask=g < count, other=0)
+    return g, first, tl.where(g == count, m, last)
+
+
+@triton.jit
+def _group_of(offsets, count, tile, COUNT: tl.constexpr, TILE_M: tl.constexpr):
     """Group of the ``tile``-th tile of rows (-1: there are fewer), its first row and the end of its group."""
-    group = -1
-    row = 0
-    end = 0
-    begun = 0
-    for g in range(count):
-        first, last = tl.load(offsets + g), tl.load(offsets + g + 1)
-        tiles = tl.cdiv(last - first, TILE_M)
-        here = (tile >= begun) & (tile < begun + tiles)
-        group = tl.where(here, g, group)
-        row = tl.where(here, first + (tile - begun) * TILE_M, row)
-        end = tl.where(here, last, end)
-        begun += tiles
-    return group, row, end
+    g, first, last = _spans(offsets, count, 0, COUNT)
+    tiles = tl.where(g < count, (last - first + TILE_M - 1) // TILE_M, 0)
+    begun = tl.cumsum(tiles, 0) - tiles
+    here = (tile >= begun) & (tile < begun + tiles)
+    group = tl.sum(tl.where(here, g + 1, 0), 0) - 1
+    row = tl.sum(tl.where(here, first + (tile - begun) * TILE_M, 0), 0)
+    return group, row, tl.sum(tl.where(here, last, 0), 0)
 
 
 @triton.jit
-def _dot(a, b, total, FP8: tl.constexpr, FAST: tl.constexpr, WIDE: tl.constexpr):
+def _starts(g, first, last, count):
+    """First places of groups; of the padding, and of what is behind it: the end of all groups' places."""
+    padded = tl.where(g < count, (last - first + STEP - 1) // STEP * STEP, 0)
+    return tl.cumsum(padded, 0) - padded
+
+
+@triton.jit
+def _tile_of(program, down, across):
+    """Row and column of a program's tile, :data:`SUPER` rows at a time."""
+    whole = SUPER * across
+    begin = program // whole * SUPER
+    size = tl.minimum(down - begin, SUPER)
+    return begin + program % whole % size, program % whole // size
+
+
+@triton.jit
+def _dot(a, b, total, FP8: tl.constexpr, FAST: tl.constexpr, WIDE: tl.constexpr, TILE_K: tl.constexpr):
     if WIDE:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     elif FP8 and not FAST:
-        return tl.dot(a, b, total, max_num_imprecise_acc=0)
+        return tl.dot(a, b, total, max_num_imprecise_acc=TILE_K)
     else:
         return tl.dot(a, b, total)
+
+
+@triton.jit
+def _pointer(table, group, like, ALIGNED: tl.constexpr):
+    """Where a group's matrix begins; ``like``: one of them. A launch tells the compiler its arguments' alignment, a table does
+    not: without it every access would be an element's."""
+    pointer = tl.load(table + group).to(tl.pointer_type(like.dtype.element_ty))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
 
 
 @triton.jit
@@ -58,93 +125,148 @@ def _scale_inv(x_scale_inv, table, group):
 
 @triton.jit
 def _product_kernel(
-    x, table, like, x_scale_inv, scale_table, out, offsets, count, n, k, stride_n, stride_k,
-    FP8: tl.constexpr, FAST: tl.constexpr, WIDE: tl.constexpr,
+    x, table, like, x_scale_inv, scale_table, out, offsets, count, down, n, k, stride_n, stride_k,
+    FP8: tl.constexpr, FAST: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr, INNER: tl.constexpr, COUNT: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    across = tl.cdiv(n, TILE_N)
-    pid = tl.program_id(0)
-    group, first, end = _group_of(offsets, count, pid // across, TILE_M)
+    tile, strip = _tile_of(tl.program_id(0), down, tl.cdiv(n, TILE_N))
+    group, first, end = _group_of(offsets, count, tile, COUNT, TILE_M)
     if group >= 0:
-        weight = tl.load(table + group).to(tl.pointer_type(like.dtype.element_ty))  # like: one of the weights
-        row = first + tl.arange(0, TILE_M)
-        column = (pid % across) * TILE_N + tl.arange(0, TILE_N)
-        rows, columns = (row < end)[:, None], (column < n)[None, :]
-        at = row.to(tl.int64)[:, None] * k
-        beside = column.to(tl.int64)[None, :] * stride_n
+        weight = _pointer(table, group, like, ALIGNED)
+        row, column = first + tl.arange(0, TILE_M), strip * TILE_N + tl.arange(0, TILE_N)
+        feature = tl.arange(0, TILE_K)
+        # What is past the end repeats the last row, and column where features are contiguous: fewer masks.
+        a_at = x + tl.minimum(row, end - 1).to(tl.int64)[:, None] * k + feature[None, :]
+        beside = tl.minimum(column, n - 1) if INNER else column
+        b_at = weight + beside.to(tl.int64)[None, :] * stride_n + feature.to(tl.int64)[:, None] * stride_k
         total = tl.zeros((TILE_M, TILE_N), tl.float32)
         for begin in range(0, k, TILE_K):
-            feature = begin + tl.arange(0, TILE_K)
-            inside = feature < k
-            a = tl.load(x + at + feature[None, :], mask=rows & inside[None, :], other=0.0)
-            b = tl.load(weight + beside + feature[:, None] * stride_k, mask=columns & inside[:, None], other=0.0)
-            total = _dot(a, b, total, FP8, FAST, WIDE)
+            inside = feature < k - begin
+            a = tl.load(a_at, mask=inside[None, :], other=0.0)
+            if INNER:
+                b = tl.load(b_at, mask=inside[:, None], other=0.0)
+            else:
+                b = tl.load(b_at, mask=inside[:, None] & (column < n)[None, :], other=0.0)
+            total = _dot(a, b, total, FP8, FAST, WIDE, TILE_K)
+            a_at += TILE_K
+            b_at += TILE_K * stride_k
         if FP8:
             total *= _scale_inv(x_scale_inv, scale_table, group)
-        tl.store(out + row.to(tl.int64)[:, None] * n + column[None, :], total.to(out.dtype.element_ty), mask=rows & columns)
+        mask = (row < end)[:, None] & (column < n)[None, :]
+        tl.store(out + row.to(tl.int64)[:, None] * n + column[None, :], total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _accumulate_kernel(
-    table, dy, x, dy_scale_inv, x_scale_inv, offsets, n, k,
-    BETA: tl.constexpr, NARROW: tl.constexpr, FP8: tl.constexpr, WIDE: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-):  # fmt: skip
-    down, across = tl.cdiv(n, TILE_N), tl.cdiv(k, TILE_K)
-    pid = tl.program_id(0)
-    group, tile = pid // (down * across), pid % (down * across)
-    output = (tile // across) * TILE_N + tl.arange(0, TILE_N)
-    feature = (tile % across) * TILE_K + tl.arange(0, TILE_K)
-    outputs, features = output < n, feature < k
-    first, last = tl.load(offsets + group), tl.load(offsets + group + 1)
-    total = tl.zeros((TILE_N, TILE_K), tl.float32)
-    for begin in range(first, last, TILE_M):
-        row = begin + tl.arange(0, TILE_M)
-        inside = row < last
-        at = row.to(tl.int64)
-        a = tl.load(dy + at[None, :] * n + output[:, None], mask=outputs[:, None] & inside[None, :], other=0.0)
-        b = tl.load(x + at[:, None] * k + feature[None, :], mask=inside[:, None] & features[None, :], other=0.0)
-        total = _dot(a, b, total, FP8, False, WIDE)
-    if FP8:
-        total *= tl.load(dy_scale_inv + group) * tl.load(x_scale_inv + group)
-    if NARROW:
-        out = tl.load(table + group).to(tl.pointer_type(tl.bfloat16))
-    else:
-        out = tl.load(table + group).to(tl.pointer_type(tl.float32))
+def _add(table, group, like, total, output, feature, n, k, some, BETA: tl.constexpr, ALIGNED: tl.constexpr):
+    """A tile of a group's gradient into its place; ``some``: whether the group has rows."""
+    out = _pointer(table, group, like, ALIGNED)
     place = out + output.to(tl.int64)[:, None] * k + feature[None, :]
-    mask = outputs[:, None] & features[None, :]
+    mask = (output < n)[:, None] & (feature < k)[None, :]
     if BETA == 0:
         tl.store(place, total.to(out.dtype.element_ty), mask=mask)
-    elif last > first:
+    elif some:
         before = tl.load(place, mask=mask, other=0.0).to(tl.float32)
         tl.store(place, (total + before).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
+def _tile_of_gradient(n, k, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """This program's group, its outputs and features."""
+    down, across = tl.cdiv(n, TILE_M), tl.cdiv(k, TILE_N)
+    tile, strip = _tile_of(tl.program_id(0) % (down * across), down, across)
+    group = tl.program_id(0) // (down * across)
+    return group, tile * TILE_M + tl.arange(0, TILE_M), strip * TILE_N + tl.arange(0, TILE_N)
+
+
+@triton.jit
+def _accumulate_columns_kernel(
+    table, like, dy, x, dy_scale_inv, x_scale_inv, offsets, count, n, k, pitch,
+    BETA: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """FP8: ``dy`` ``[n, pitch]`` and ``x`` ``[k, pitch]``."""
+    group, output, feature = _tile_of_gradient(n, k, TILE_M, TILE_N)
+    g, first, last = _spans(offsets, count, 0, COUNT)
+    rows = tl.sum(tl.where(g == group, last - first, 0), 0)
+    start = tl.sum(tl.where(g == group, _starts(g, first, last, count), 0), 0) // STEP * STEP  # so the compiler knows, too
+    place = tl.arange(0, TILE_K)
+    a_at = dy + tl.minimum(output, n - 1).to(tl.int64)[:, None] * pitch + start + place[None, :]
+    b_at = x + tl.minimum(feature, k - 1).to(tl.int64)[None, :] * pitch + start + place[:, None]
+    total = tl.zeros((TILE_M, TILE_N), tl.float32)
+    ends = (rows + STEP - 1) // STEP * STEP  # zeros up to here
+    for begin in range(0, ends, TILE_K):
+        inside = place < ends - begin
+        a = tl.load(a_at, mask=inside[None, :], other=0.0)
+        b = tl.load(b_at, mask=inside[:, None], other=0.0)
+        total = _dot(a, b, total, True, False, WIDE, TILE_K)
+        a_at += TILE_K
+        b_at += TILE_K
+    total *= tl.load(dy_scale_inv + group) * tl.load(x_scale_inv + group)
+    _add(table, group, like, total, output, feature, n, k, rows > 0, BETA, ALIGNED)
+
+
+@triton.jit
+def _accumulate_rows_kernel(
+    table, like, dy, x, offsets, n, k,
+    BETA: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """16 bits and more: ``dy`` ``[rows, n]`` and ``x`` ``[rows, k]``, as they lie."""
+    group, output, feature = _tile_of_gradient(n, k, TILE_M, TILE_N)
+    first, last = tl.load(offsets + group), tl.load(offsets + group + 1)
+    total = tl.zeros((TILE_M, TILE_N), tl.float32)
+    for begin in range(first, last, TILE_K):
+        row = begin + tl.arange(0, TILE_K)
+        inside = row < last
+        at = row.to(tl.int64)
+        a = tl.load(dy + at[None, :] * n + output[:, None], mask=(output < n)[:, None] & inside[None, :], other=0.0)
+        b = tl.load(x + at[:, None] * k + feature[None, :], mask=inside[:, None] & (feature < k)[None, :], other=0.0)
+        total = _dot(a, b, total, False, False, WIDE, TILE_K)
+    _add(table, group, like, total, output, feature, n, k, last > first, BETA, ALIGNED)
+
+
+@triton.jit
 def _quantise_kernel(
-    x, scale, group_of_row, out, m, k, count, E5M2: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr
-):
-    row, column = tile_offsets(tl.program_id(0), k, TILE_M, TILE_K)
-    inside = row < m
-    mask = inside[:, None] & (column < k)[None, :]
-    group = tl.load(group_of_row + row, mask=inside, other=count)
-    factor = tl.load(scale + group, mask=group < count, other=0.0)  # of padding: zeros
+    x, scale, rows, columns, offsets, count, m, k, pitch,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, E5M2: tl.constexpr, COUNT: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """By places: what lies between groups becomes zeros in ``columns`` and is nowhere in ``rows``."""
+    place, column = tile_offsets(tl.program_id(0), k, TILE_M, TILE_K)
+    g, first, last = _spans(offsets, count, m, COUNT)
+    start = _starts(g, first, last, count)
+    begun = (place[:, None] >= start[None, :]) & (g > 0)[None, :] & (g <= count)[None, :]
+    group = tl.sum(begun.to(tl.int32), 1)
+    own = g[None, :] == group[:, None]
+    row = place + tl.sum(tl.where(own, (first - start)[None, :], 0), 1)
+    inside = row < tl.sum(tl.where(own, last[None, :], 0), 1)
+    real = inside & (group < count)
+    features = (column < k)[None, :]
     at = row.to(tl.int64)[:, None] * k + column[None, :]
-    values = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + at, cast(values * factor[:, None], E5M2), mask=mask)
+    factor = tl.load(scale + group, mask=group < count, other=0.0)
+    values = tl.load(x + at, mask=real[:, None] & features, other=0.0).to(tl.float32)
+    q = cast(values * factor[:, None], E5M2)
+    if ROWS:
+        tl.store(rows + at, q, mask=inside[:, None] & features)
+    if COLUMNS:
+        mask = (column < k)[:, None] & (place < pitch)[None, :]
+        tl.store(columns + column.to(tl.int64)[:, None] * pitch + place[None, :], tl.trans(q), mask=mask)
 
 
-def quantise(x: torch.Tensor, scale: torch.Tensor, fmt: Format, group_of_row: torch.Tensor) -> torch.Tensor:
-    """``x`` ``[m, k]`` in FP8, each row with its group's scale; the reference's bytes (of a NaN, up to its sign)."""
+def quantise(x: torch.Tensor, scale: torch.Tensor, fmt: Format, groups: Groups, *, rows: bool, columns: bool) -> Rows:
+    """:func:`qeffect_lm.fp8.grouped.quantise_groups`; the reference's bytes (of a NaN, up to its sign)."""
     x = x.contiguous()
-    m, k = x.shape
-    out = torch.empty(m, k, dtype=fmt.dtype, device=x.device)
-    launched("grouped_quantise", x, scale, group_of_row, out)
-    _quantise_kernel[DEFAULT_TILE.grid(m, k)](
-        x, scale, group_of_row, out, m, k, scale.numel(),
-        E5M2=fmt.name == "E5M2", TILE_M=DEFAULT_TILE.rows, TILE_K=DEFAULT_TILE.columns, num_warps=DEFAULT_TILE.warps,
+    (m, k), places = x.shape, places_of(groups, x.shape[0])
+    made = torch.empty(m, k, dtype=fmt.dtype, device=x.device) if rows else None
+    turned = torch.empty(k, places, dtype=fmt.dtype, device=x.device) if columns else None
+    outs = [scale if out is None else out for out in (made, turned)]  # what is not made is never touched
+    launched("grouped_quantise", x, scale, *outs, groups.offsets)
+    _quantise_kernel[DEFAULT_TILE.grid(places, k)](
+        x, scale, *outs, groups.offsets, groups.count, m, k, places,
+        ROWS=rows, COLUMNS=columns, E5M2=fmt.name == "E5M2", COUNT=_count(groups),
+        TILE_M=DEFAULT_TILE.rows, TILE_K=DEFAULT_TILE.columns, num_warps=DEFAULT_TILE.warps,
     )  # fmt: skip
-    return out
+    return Rows(made, scale.reciprocal(), turned)
 
 
 def product(
@@ -156,7 +278,7 @@ def product(
     fast_accumulation: bool,
 ) -> torch.Tensor:
     """:func:`qeffect_lm.fp8.grouped.grouped_mm`."""
-    rows = x.rows.contiguous()
+    rows = x.whole.contiguous()
     m, (n, k), (stride_n, stride_k) = rows.shape[0], weights.tensors[0].shape, weights.tensors[0].stride()
     out = torch.empty(m, n, dtype=dtype, device=rows.device)
     table, fp8 = _bound(weights), x.scale_inv is not None
@@ -164,12 +286,13 @@ def product(
     narrow = weight_scale_inv.tensors if weight_scale_inv is not None else ()
     launched("grouped_product", out, *x.tensors(), table, scales, groups.offsets, *weights.tensors, *narrow, fast_accumulation)
     wide = _wide(rows, dtype)
-    tile_m, tile_n, tile_k = _tiles(wide, n)
-    grid = ((-(-m // tile_m) + groups.count - 1) * -(-n // tile_n),)
-    _product_kernel[grid](
+    tiles = _narrow(n) if wide else (_FAST if fast_accumulation else _FP8) if fp8 else _BF16
+    down = -(-m // tiles.rows) + groups.count - 1
+    _product_kernel[(down * -(-n // tiles.columns),)](
         rows, table, weights.tensors[0], groups.offsets if x.scale_inv is None else x.scale_inv, scales, out,
-        groups.offsets, groups.count, n, k, stride_n, stride_k,
-        FP8=fp8, FAST=fast_accumulation, WIDE=wide, TILE_M=tile_m, TILE_N=tile_n, TILE_K=tile_k, num_warps=4,
+        groups.offsets, groups.count, down, n, k, stride_n, stride_k,
+        FP8=fp8, FAST=fast_accumulation, WIDE=wide, ALIGNED=_aligned(weights), INNER=stride_k == 1, COUNT=_count(groups),
+        **tiles.options(),
     )  # fmt: skip
     return out
 
@@ -177,17 +300,29 @@ def product(
 def accumulate(outs: Matrices, dy: Rows, x: Rows, groups: Groups, beta: int) -> None:
     """:func:`qeffect_lm.fp8.grouped.accumulate_grouped_mm`."""
     n, k = outs.tensors[0].shape
-    table, fp8, narrow = _bound(outs), x.scale_inv is not None, outs.tensors[0].dtype is torch.bfloat16
+    table = _bound(outs)
     launched("grouped_accumulate", table, *dy.tensors(), *x.tensors(), groups.offsets, *outs.tensors, beta)
-    wide = _wide(x.rows, dy.rows.dtype)
-    tile_m, tile_n, tile_k = _tiles(wide, n)
-    none = groups.offsets
-    grid = (groups.count * -(-n // tile_n) * -(-k // tile_k),)
-    _accumulate_kernel[grid](
-        table, dy.rows.contiguous(), x.rows.contiguous(), none if dy.scale_inv is None else dy.scale_inv,
-        none if x.scale_inv is None else x.scale_inv, groups.offsets, n, k,
-        BETA=beta, NARROW=narrow, FP8=fp8, WIDE=wide, TILE_M=tile_m, TILE_N=tile_n, TILE_K=tile_k, num_warps=4,
+    how: dict[str, Any] = {"BETA": beta, "ALIGNED": _aligned(outs)}
+    if x.scale_inv is None:
+        wide = _wide(x.whole, dy.whole.dtype)
+        tiles = _narrow(n) if wide else _BF16_W
+        _accumulate_rows_kernel[_gradient_grid(groups, n, k, tiles)](
+            table, outs.tensors[0], dy.whole.contiguous(), x.whole.contiguous(), groups.offsets, n, k,
+            WIDE=wide, **how, **tiles.options(),
+        )  # fmt: skip
+        return
+    if dy.columns is None or x.columns is None:
+        raise RuntimeError("W of FP8 groups reads columns: call quantise_groups(..., columns=True)")
+    wide = not x.columns.is_cuda
+    tiles = _narrow(n) if wide else _FP8_W
+    _accumulate_columns_kernel[_gradient_grid(groups, n, k, tiles)](
+        table, outs.tensors[0], dy.columns, x.columns, dy.scale_inv, x.scale_inv, groups.offsets, groups.count, n, k,
+        x.columns.shape[1], WIDE=wide, COUNT=_count(groups), **how, **tiles.options(),
     )  # fmt: skip
+
+
+def _gradient_grid(groups: Groups, n: int, k: int, tiles: _Tiles) -> tuple[int]:
+    return (groups.count * -(-n // tiles.rows) * -(-k // tiles.columns),)
 
 
 def _wide(rows: torch.Tensor, other: torch.dtype) -> bool:
@@ -196,10 +331,18 @@ def _wide(rows: torch.Tensor, other: torch.dtype) -> bool:
     return not rows.is_cuda or torch.float32 in (rows.dtype, other)
 
 
-def _tiles(wide: bool, n: int) -> tuple[int, int, int]:
-    if wide:
-        return 32, 16 if n <= 16 else 64, 32  # a router has few outputs
-    return TILE_M, TILE_N, TILE_K
+def _narrow(n: int) -> _Tiles:
+    """Of float32 values; a router has few outputs."""
+    return _Tiles(32, 16 if n <= 16 else 64, 32)
+
+
+def _count(groups: Groups) -> int:
+    """A power of two above the number of groups: they and the padding."""
+    return 1 << groups.count.bit_length()
+
+
+def _aligned(matrices: Matrices) -> bool:
+    return all(tensor.data_ptr() % 16 == 0 for tensor in matrices.tensors)
 
 
 def _bound(matrices: Matrices) -> torch.Tensor:

@@ -33,7 +33,7 @@ from qeffect_lm.fp8.grouped import (
 )
 from qeffect_lm.fp8.recipes import FORMATS
 from qeffect_lm.layers.base import Deferred
-from qeffect_lm.layers.context import LayerContext, Phase
+from qeffect_lm.layers.context import LayerContext, Phase, Rerun
 from qeffect_lm.layers.linear import SplitLinear
 
 _TABLES = ("weight", "rows", "columns", "scale_inv", "grad")
@@ -115,7 +115,8 @@ class GroupedLinear(Deferred):
                 scale = self._scales("input", x, groups, context)
             if rerun is not None and not again:
                 rerun.scales[self.name] = scale
-            operand = quantise_groups(x, scale, FORMATS["input"], groups)
+            kept, unread = context.training and self.defers and (rerun is None or again), again and self._ends(rerun)
+            operand = quantise_groups(x, scale, FORMATS["input"], groups, rows=not unread, columns=kept)
         else:
             self._observe("input", x, groups)
             operand = Rows(x)
@@ -123,9 +124,9 @@ class GroupedLinear(Deferred):
             if again:
                 self._fill(context, x=operand)
             else:
-                kept = GroupOperands(groups, None if rerun is not None else operand)
-                context.active_scope().retain(self.name, kept)
-        if again and rerun is not None and rerun.tail is self:
+                x_operand = None if rerun is not None else operand.for_weight_grad()
+                context.active_scope().retain(self.name, GroupOperands(groups, x_operand))
+        if again and self._ends(rerun):
             return x.new_zeros(x.shape[0], self.out_features)  # stands for a product whose value nobody reads
         return self._multiply(operand, "rows", groups, context, x.dtype)
 
@@ -135,7 +136,8 @@ class GroupedLinear(Deferred):
         """I on ``[rows, out]`` → dx ``[rows, in]``, and dY into the lease."""
         if self._in_fp8(context):
             scale = self._scales("grad_output", dy, groups, context)
-            operand = quantise_groups(dy, scale, FORMATS["grad_output"], groups)
+            kept = context.training and self.defers
+            operand = quantise_groups(dy, scale, FORMATS["grad_output"], groups, columns=kept)
         else:
             self._observe("grad_output", dy, groups)
             operand = Rows(dy)
@@ -178,7 +180,11 @@ class GroupedLinear(Deferred):
         """x or dY into the lease that F opened."""
         scope = context.active_scope()
         handle = scope.ledger.leases.handle(scope.chunk, scope.microbatch, self.name)
-        handle.payload = replace(handle.payload, **rows)
+        handle.payload = replace(handle.payload, **{name: operand.for_weight_grad() for name, operand in rows.items()})
+
+    def _ends(self, rerun: Rerun | None) -> bool:
+        """Whether nobody reads this product when F runs again."""
+        return rerun is not None and rerun.tail is self
 
     def _multiply(
         self, operand: Rows, layout: str, groups: Groups, context: LayerContext, dtype: torch.dtype

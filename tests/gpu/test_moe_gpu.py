@@ -54,7 +54,7 @@ def groups_of(sizes: list[int]) -> Groups:
 
 def wide(rows: Rows, groups: Groups) -> torch.Tensor:
     """The values of rows, exact but for one rounding of the scale's product."""
-    values = rows.rows.double()
+    values = rows.whole.double()
     return values if rows.scale_inv is None else values * rows.scale_inv.double()[groups.of_row][:, None]
 
 
@@ -71,7 +71,8 @@ def test_products_against_float64(sizes: list[int], kind: str) -> None:
         scales = matrices([one.scale_inv for one in cached])
         weights, back = matrices([one.rows for one in cached]), matrices([one.columns for one in cached])
         operands = [
-            quantise_groups(t, scale_of_amax(amax_of_groups(t, groups), fmt), fmt, groups) for t, fmt in ((x, E4M3), (dy, E5M2))
+            quantise_groups(t, scale_of_amax(amax_of_groups(t, groups), fmt), fmt, groups, columns=True)
+            for t, fmt in ((x, E4M3), (dy, E5M2))
         ]
         values = [one.rows.double() * one.scale_inv.double() for one in cached]
     else:

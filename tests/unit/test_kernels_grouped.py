@@ -51,7 +51,7 @@ def matrices(tensors: list[torch.Tensor]) -> Matrices:
 
 
 def fp8(x: torch.Tensor, groups: Groups, fmt=E4M3) -> Rows:
-    return quantise_groups(x, scale_of_amax(amax_of_groups(x, groups), fmt), fmt, groups)
+    return quantise_groups(x, scale_of_amax(amax_of_groups(x, groups), fmt), fmt, groups, columns=True)
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -123,6 +123,49 @@ def test_quantised_rows_are_the_references_bytes(fmt) -> None:
         want = quantise_groups(x, scale, fmt, groups)
     assert same_bits(made.rows.view(torch.uint8), want.rows.view(torch.uint8)) and same_bits(made.scale_inv, want.scale_inv)
     assert torch.equal(dequantise(made.rows[:3], made.scale_inv[0]), quantise(x[:3], scale[0], fmt).rows.float() / 2)
+
+
+@pytest.mark.parametrize("sizes", [[3, 0, 70], [16, 5, 0], [0, 0, 64]], ids=str)
+def test_columns_begin_at_multiples_of_16(sizes: list[int]) -> None:
+    """The transposed copy as torch makes it: each group's rows in their order, zeros behind them and in place of padding."""
+    groups, more, m = groups_of(sizes), 9, sum(sizes)
+    padded = Groups(groups.offsets, torch.cat([groups.of_row, groups.of_row.new_full((more,), len(sizes))]))
+    x = values(m + more, K, seed=3, dtype=torch.bfloat16)
+    x[m:] = float("nan")
+    scale = torch.tensor([2.0, 5.0, 400.0], device=DEVICE)
+    made = quantise_groups(x, scale, E4M3, padded, columns=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qeffect_lm.kernels.quantises", lambda tensor: False)  # as for float32 on a GPU
+        want = quantise_groups(x, scale, E4M3, padded, columns=True)
+    assert made.columns is not None and want.columns is not None and made.columns.shape == (K, -(-(m + more) // 16) * 16 + 48)
+    assert same_bits(made.columns.view(torch.uint8), want.columns.view(torch.uint8))
+    place = 0
+    for first, size in zip(groups.offsets.tolist(), sizes, strict=False):
+        assert place % 16 == 0
+        columns = made.columns.view(torch.uint8)[:, place : place + -(-size // 16) * 16].t()
+        assert torch.equal(columns[:size], made.whole.view(torch.uint8)[first : first + size]) and not columns[size:].any()
+        place += len(columns)
+    assert not made.columns.view(torch.uint8)[:, place:].any()
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "fp8"])
+def test_a_gradient_does_not_depend_on_where_its_rows_lie(kind: str) -> None:
+    """Nor a row's product: 70 rows behind none, 3 and 21 others."""
+    x, dy = values(70, K, seed=1, dtype=torch.bfloat16), values(70, N, seed=2, dtype=torch.bfloat16)
+    plain = values(N, K, seed=3, dtype=torch.bfloat16)
+    weight = quantise(plain, torch.tensor(40.0, device=DEVICE), E4M3)
+    found = []
+    for before in (0, 3, 21):
+        groups = groups_of([before, 70])
+        rows = [torch.cat([values(before, t.shape[1], seed=9, dtype=t.dtype), t]) for t in (x, dy)]
+        operands = [fp8(rows[0], groups), fp8(rows[1], groups, E5M2)] if kind == "fp8" else [Rows(t) for t in rows]
+        scales = matrices([weight.scale_inv] * 2) if kind == "fp8" else None
+        both = matrices([weight.rows if kind == "fp8" else plain] * 2)
+        y = grouped_mm(operands[0], both, groups, torch.bfloat16, weight_scale_inv=scales)
+        grads = [torch.empty(N, K, device=DEVICE) for _ in range(2)]
+        accumulate_grouped_mm(matrices(grads), operands[1], operands[0], groups, 0)
+        found.append((y[before:], grads[1]))
+    assert all(same_bits(a, b) for other in found[1:] for a, b in zip(other, found[0], strict=True))
 
 
 def run_layer(recipe: bool) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from qeffect_lm.fp8.grouped import Groups, Matrices, Rows, accumulate_grouped_mm, addresses, grouped_mm
+from qeffect_lm.fp8.grouped import Groups, Matrices, Rows, accumulate_grouped_mm, addresses, grouped_mm, quantise_groups
 from qeffect_lm.fp8.quantise import E4M3, E5M2, Format, quantise
 from qeffect_lm.kernels.cublaslt import CublasLt
 from tools.benchmarks.kernels import new, scalar, time_us
@@ -127,7 +127,8 @@ def _experts() -> Iterator[_Piece]:
         return lambda: grouped_mm(x, w, of, torch.bfloat16, weight_scale_inv=scales, fast_accumulation=fast)
 
     def weight(rows: int, n: int, k: int, count: int) -> Made:
-        dy, x, of = operand(rows, n, count, E5M2), operand(rows, k, count, E4M3), groups(rows, count)
+        of, scale = groups(rows, count), torch.full((count,), 20.0, device="cuda")
+        dy, x = (quantise_groups(new(rows, w), scale, fmt, of, rows=False, columns=True) for w, fmt in ((n, E5M2), (k, E4M3)))
         outs = [torch.zeros(n, k, device="cuda") for _ in range(count)]
         grads = Matrices(tuple(outs), addresses(outs))
         return lambda: accumulate_grouped_mm(grads, dy, x, of, 1)

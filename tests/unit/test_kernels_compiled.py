@@ -1,0 +1,91 @@
+"""The kernels of groups compiled for an H200 (no GPU is needed for that): what makes them fast is in the code that comes out.
+
+A table of addresses tells the compiler nothing about alignment. Where it is not told, the tensor cores wait for loads of single
+bytes: 27 TFLOP/s instead of a thousand, and every number right.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+
+pytest.importorskip("triton", reason="needs Triton (extra test)")
+
+CODE = """
+import json, re
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from qeffect_lm.kernels import grouped
+
+POINTERS = {"x", "table", "like", "x_scale_inv", "scale_table", "out", "offsets", "dy", "dy_scale_inv"}
+
+
+def ptx(kernel, tiles, types, **constants):
+    options = tiles.options()
+    warps, stages = options.pop("num_warps"), options.pop("num_stages")
+    constants |= options
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    sizes = {"n", "k", "pitch", "stride_n", "stride_k"} - set(constants)
+    attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in names if n in POINTERS | sizes}
+    source = ASTSource(kernel, signature, values, attributes)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
+    return made.asm["ptx"]
+
+
+def counted(text):
+    return {name: len(re.findall(pattern, text)) for name, pattern in (
+        ("wgmma", r"wgmma\\.mma_async"), ("mma", r"\\bmma\\.sync"), ("async", r"cp\\.async\\.cg"),
+        ("narrow", r"(ld|st)\\.global[.\\w]*\\.[bsu](8|16)\\b"))}
+
+
+base = dict(table="*i64", offsets="*i32", x_scale_inv="*fp32", dy_scale_inv="*fp32", scale_table="*i64", out="*bf16")
+found = {}
+for name, tiles, element, inner, fast in (
+    ("F", grouped._FAST, "fp8e4nv", True, True), ("I", grouped._FP8, "fp8e5", True, False),
+    ("F bfloat16", grouped._BF16, "bf16", True, False), ("I bfloat16", grouped._BF16, "bf16", False, False),
+):
+    like = "bf16" if element == "bf16" else "fp8e4nv"
+    found[name] = counted(ptx(
+        grouped._product_kernel, tiles, base | {"x": f"*{element}", "like": f"*{like}"}, FP8=element != "bf16", FAST=fast,
+        WIDE=False, ALIGNED=ALIGNED, INNER=inner, COUNT=16, **{"stride_k" if inner else "stride_n": 1}))
+found["W"] = counted(ptx(
+    grouped._accumulate_columns_kernel, grouped._FP8_W, base | {"dy": "*fp8e5", "x": "*fp8e4nv", "like": "*fp32"},
+    BETA=1, WIDE=False, ALIGNED=ALIGNED, COUNT=16))
+found["W bfloat16"] = counted(ptx(
+    grouped._accumulate_rows_kernel, grouped._BF16_W, base | {"dy": "*bf16", "x": "*bf16", "like": "*fp32"},
+    BETA=1, WIDE=False, ALIGNED=ALIGNED))
+print(json.dumps(found))
+"""
+
+
+def compiled(folder: Path, aligned: bool) -> dict[str, dict[str, int]]:
+    """How many of which instructions each kernel has."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(folder)
+    (folder / "compiled.py").write_text(CODE.replace("ALIGNED=ALIGNED", f"ALIGNED={aligned}"))
+    command, paths = [sys.executable, str(folder / "compiled.py")], {"PYTHONPATH": str(ROOT)}
+    made = subprocess.run(command, env=environment | paths, cwd=ROOT, check=True, timeout=170, stdout=subprocess.PIPE)
+    return json.loads(made.stdout)
+
+
+def test_tensor_cores_and_whole_loads(tmp_path):
+    """Hopper's warpgroup products, fed by copies of 16 bytes past the registers; nothing is loaded or stored by the byte."""
+    for name, count in compiled(tmp_path, True).items():
+        assert count["wgmma"] >= 4 and count["mma"] == 0 and count["async"] >= 12 and count["narrow"] == 0, (name, count)
+
+
+@pytest.mark.long
+def test_an_address_of_no_alignment_is_what_it_costs(tmp_path):
+    """The control: without the promise about addresses the weights come byte by byte."""
+    found = compiled(tmp_path, False)
+    assert found["F"]["narrow"] >= 32 and found["I"]["narrow"] >= 32 and found["F bfloat16"]["narrow"] >= 32
