@@ -26,9 +26,10 @@ from qeffect_lm.fp8.grouped import PLACES, Groups, Matrices, Rows, places_of
 from qeffect_lm.fp8.quantise import Format
 from qeffect_lm.kernels import launched
 from qeffect_lm.kernels.tables import DEFAULT_TILE
-from qeffect_lm.kernels.tile import cast, tile_offsets
+from qeffect_lm.kernels.tile import cast
 
 STEP = tl.constexpr(PLACES)
+STRIP = 4  # tiles of a matrix that one program quantises: finding its rows' groups takes as long as one
 SUPER = tl.constexpr(8)  # tiles of rows that go through the columns together, while those are in the L2 cache
 
 
@@ -52,9 +53,9 @@ class _Tiles:
 # The fastest of those tried on an H200 over groups of 512 to 2048 rows. Without fast accumulation a tile has two sums, that of
 # the tensor cores and the one it is moved to every 128 features (as in the DeepSeek-V3 report, 3.3.2): more columns would not
 # fit in registers.
-_FAST = _Tiles(128, 128, 128, warps=8)
+_FAST = _Tiles(128, 256, 128, warps=8)
 _FP8 = _Tiles(128, 128, 128)
-_FP8_W = _Tiles(64, 128, 128)
+_FP8_W = _Tiles(64, 64, 128)
 _BF16 = _Tiles(128, 256, 64, warps=8)
 _BF16_W = _Tiles(128, 128, 64)
 
@@ -229,10 +230,12 @@ def _accumulate_rows_kernel(
 def _quantise_kernel(
     x, scale, rows, columns, offsets, count, m, k, pitch,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, E5M2: tl.constexpr, COUNT: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
-    """By places: what lies between groups becomes zeros in ``columns`` and is nowhere in ``rows``."""
-    place, column = tile_offsets(tl.program_id(0), k, TILE_M, TILE_K)
+    """By places, ``STRIP`` tiles of features a program; what lies between groups becomes zeros in ``columns`` and is nowhere in
+    ``rows``."""
+    strips = tl.cdiv(k, TILE_K * STRIP)
+    place = tl.program_id(0) // strips * TILE_M + tl.arange(0, TILE_M)
     g, first, last = _spans(offsets, count, m, COUNT)
     start = _starts(g, first, last, count)
     begun = (place[:, None] >= start[None, :]) & (g > 0)[None, :] & (g <= count)[None, :]
@@ -241,16 +244,19 @@ def _quantise_kernel(
     row = place + tl.sum(tl.where(own, (first - start)[None, :], 0), 1)
     inside = row < tl.sum(tl.where(own, last[None, :], 0), 1)
     real = inside & (group < count)
-    features = (column < k)[None, :]
-    at = row.to(tl.int64)[:, None] * k + column[None, :]
     factor = tl.load(scale + group, mask=group < count, other=0.0)
-    values = tl.load(x + at, mask=real[:, None] & features, other=0.0).to(tl.float32)
-    q = cast(values * factor[:, None], E5M2)
-    if ROWS:
-        tl.store(rows + at, q, mask=inside[:, None] & features)
-    if COLUMNS:
-        mask = (column < k)[:, None] & (place < pitch)[None, :]
-        tl.store(columns + column.to(tl.int64)[:, None] * pitch + place[None, :], tl.trans(q), mask=mask)
+    begin = tl.program_id(0) % strips * STRIP * TILE_K
+    for tile in range(STRIP):
+        column = begin + tile * TILE_K + tl.arange(0, TILE_K)
+        features = (column < k)[None, :]
+        at = row.to(tl.int64)[:, None] * k + column[None, :]
+        values = tl.load(x + at, mask=real[:, None] & features, other=0.0).to(tl.float32)
+        q = cast(values * factor[:, None], E5M2)
+        if ROWS:
+            tl.store(rows + at, q, mask=inside[:, None] & features)
+        if COLUMNS:
+            mask = (column < k)[:, None] & (place < pitch)[None, :]
+            tl.store(columns + column.to(tl.int64)[:, None] * pitch + place[None, :], tl.trans(q), mask=mask)
 
 
 def quantise(x: torch.Tensor, scale: torch.Tensor, fmt: Format, groups: Groups, *, rows: bool, columns: bool) -> Rows:
@@ -261,10 +267,11 @@ def quantise(x: torch.Tensor, scale: torch.Tensor, fmt: Format, groups: Groups, 
     turned = torch.empty(k, places, dtype=fmt.dtype, device=x.device) if columns else None
     outs = [scale if out is None else out for out in (made, turned)]  # what is not made is never touched
     launched("grouped_quantise", x, scale, *outs, groups.offsets)
-    _quantise_kernel[DEFAULT_TILE.grid(places, k)](
+    tile = DEFAULT_TILE
+    _quantise_kernel[(-(-places // tile.rows) * -(-k // (tile.columns * STRIP)),)](
         x, scale, *outs, groups.offsets, groups.count, m, k, places,
         ROWS=rows, COLUMNS=columns, E5M2=fmt.name == "E5M2", COUNT=_count(groups),
-        TILE_M=DEFAULT_TILE.rows, TILE_K=DEFAULT_TILE.columns, num_warps=DEFAULT_TILE.warps,
+        TILE_M=tile.rows, TILE_K=tile.columns, STRIP=STRIP, num_warps=tile.warps,
     )  # fmt: skip
     return Rows(made, scale.reciprocal(), turned)
 

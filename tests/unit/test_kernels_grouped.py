@@ -23,7 +23,7 @@ from qeffect_lm.fp8.quantise import E4M3, E5M2, dequantise, quantise, scale_of_a
 from qeffect_lm.fp8.recipes import DelayedScaling
 from qeffect_lm.layers.moe import bind_experts
 from tests.tiny import same_bits
-from tests.unit.interpreted import DEVICE, kernels_run, reference  # noqa: F401
+from tests.unit.interpreted import DEVICE, INTERPRETED, kernels_run, reference  # noqa: F401
 from tests.unit.layer_harness import Harness, random
 
 N, K = 48, 80  # no multiple of a tile
@@ -54,9 +54,10 @@ def fp8(x: torch.Tensor, groups: Groups, fmt=E4M3) -> Rows:
     return quantise_groups(x, scale_of_amax(amax_of_groups(x, groups), fmt), fmt, groups, columns=True)
 
 
-def close(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Sums in another order; bfloat16 results may be rounded the other way."""
-    bound = 2.0**-7 if want.dtype is torch.bfloat16 else 2.0**-19
+def close(got: torch.Tensor, want: torch.Tensor, fp8: bool = False) -> None:
+    """Sums in another order; bfloat16 results may be rounded the other way. Of FP8 products Hopper keeps some 14 bits, until 128
+    of them are moved into float32."""
+    bound = 2.0**-7 if want.dtype is torch.bfloat16 else 2.0**-11 if fp8 and not INTERPRETED else 2.0**-19
     size = max(1.0, want.abs().max().item())
     assert got.dtype == want.dtype and (got.double() - want.double()).abs().max().item() <= bound * size
 
@@ -93,18 +94,14 @@ def test_weight_gradients(sizes: list[int], kind: str) -> None:
     groups, dtype = groups_of(sizes), torch.float32 if kind == "float32" else torch.bfloat16
     x, dy = values(sum(sizes), K, seed=1, dtype=dtype), values(sum(sizes), N, seed=2, dtype=dtype)
     operands = (fp8(dy, groups, E5M2), fp8(x, groups)) if kind == "fp8" else (Rows(dy), Rows(x))
-    made = []
-    for context in (None, reference):
-        grads = [torch.full((N, K), float("nan"), dtype=out, device=DEVICE) for _ in sizes]
-        for beta in (0, 1):
-            if context is None:
-                accumulate_grouped_mm(matrices(grads), *operands, groups, beta)
-            else:
-                with context():
-                    accumulate_grouped_mm(matrices(grads), *operands, groups, beta)
-        made.append(grads)
-    for size, got, want in zip(sizes, *made, strict=True):
-        close(got, want)
+    made, wanted = ([torch.full((N, K), float("nan"), dtype=out, device=device) for _ in sizes] for device in (DEVICE, "cpu"))
+    on_cpu = [Rows(o.whole.cpu(), None if o.scale_inv is None else o.scale_inv.cpu()) for o in operands]
+    for beta in (0, 1):
+        accumulate_grouped_mm(matrices(made), *operands, groups, beta)
+        with reference():
+            accumulate_grouped_mm(Matrices(tuple(wanted)), *on_cpu, Groups(groups.offsets.cpu(), groups.of_row.cpu()), beta)
+    for size, got, want in zip(sizes, made, wanted, strict=True):
+        close(got.cpu(), want, kind == "fp8")
         assert bool(got.any()) == (size > 0)
     kept = torch.full((N, K), -0.0, device=DEVICE)
     accumulate_grouped_mm(matrices([kept] * len(sizes)), *operands, groups_of([0] * (len(sizes) - 1) + [sum(sizes)]), 1)
@@ -168,16 +165,16 @@ def test_a_gradient_does_not_depend_on_where_its_rows_lie(kind: str) -> None:
     assert all(same_bits(a, b) for other in found[1:] for a, b in zip(other, found[0], strict=True))
 
 
-def run_layer(recipe: bool) -> dict[str, torch.Tensor]:
+def run_layer(recipe: bool, device: str = DEVICE) -> dict[str, torch.Tensor]:
     place = Place("layers.0.moe", 32, 1, torch.bfloat16, 0.02, 0, DelayedScaling() if recipe else None)
     layer = MoEPart(48, 4, 2, balance=0.1, z=0.01).build(place)
-    harness = Harness(layer.to(DEVICE))
+    harness = Harness(layer.to(device))
     with torch.no_grad():
         for number, parameter in enumerate(harness.parameters.values()):
             parameter.copy_(random(*parameter.shape, seed=number, scale=parameter.shape[1] ** -0.5))
     bind_experts(layer)
     harness.refresh()
-    xs = [values(2, 16, 32, seed=20 + m, dtype=torch.bfloat16) for m in range(2)]
+    xs = [values(2, 16, 32, seed=20 + m, dtype=torch.bfloat16).to(device) for m in range(2)]
     microbatches = [harness.microbatch(m, x, torch.ones_like(x)) for m, x in enumerate(xs)]
     harness.run(microbatches)
     found: dict[str, Any] = {f"out {m.number}": m.out for m in microbatches} | {f"dx {m.number}": m.dx for m in microbatches}
@@ -191,11 +188,11 @@ def test_whole_layer(recipe: bool) -> None:
     got, again = run_layer(recipe), run_layer(recipe)
     assert all(same_bits(got[name], again[name]) for name in got)
     with reference():
-        want = run_layer(recipe)
+        want = run_layer(recipe, "cpu")
     for name, tensor in want.items():
         if not tensor.numel():
             continue
-        error = (got[name].double() - tensor.double()).norm() / tensor.double().norm()
+        error = (got[name].cpu().double() - tensor.double()).norm() / tensor.double().norm()
         assert error < (0.05 if recipe else 0.005), (name, error)
 
 
