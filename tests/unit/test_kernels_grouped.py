@@ -55,8 +55,8 @@ def fp8(x: torch.Tensor, groups: Groups, fmt=E4M3) -> Rows:
 
 
 def close(got: torch.Tensor, want: torch.Tensor, fp8: bool = False) -> None:
-    """Sums in another order; bfloat16 results may be rounded the other way. Of FP8 products Hopper keeps some 14 bits, until 128
-    of them are moved into float32."""
+    """Sums in another order; bfloat16 results may be rounded the other way. Of FP8 products Hopper keeps some 14 bits until 128
+    are moved into float32."""
     bound = 2.0**-7 if want.dtype is torch.bfloat16 else 2.0**-11 if fp8 and not INTERPRETED else 2.0**-19
     size = max(1.0, want.abs().max().item())
     assert got.dtype == want.dtype and (got.double() - want.double()).abs().max().item() <= bound * size
