@@ -25,10 +25,11 @@ import triton.language as tl
 from qeffect_lm.fp8.grouped import PLACES, Groups, Matrices, Rows, places_of
 from qeffect_lm.fp8.quantise import Format
 from qeffect_lm.kernels import launched
-from qeffect_lm.kernels.tables import DEFAULT_TILE
+from qeffect_lm.kernels.tables import Tile
 from qeffect_lm.kernels.tile import cast
 
 STEP = tl.constexpr(PLACES)
+QUANTISE = Tile(32, 128, 4)
 STRIP = 4  # tiles of a matrix that one program quantises: finding its rows' groups takes as long as one
 SUPER = tl.constexpr(8)  # tiles of rows that go through the columns together, while those are in the L2 cache
 
@@ -55,7 +56,8 @@ class _Tiles:
 # fit in registers.
 _FAST = _Tiles(128, 256, 128, warps=8)
 _FP8 = _Tiles(128, 128, 128)
-_FP8_W = _Tiles(64, 64, 128)
+_FP8_W = _Tiles(64, 64, 128)  # of few rows W is the traffic of its gradient, which more programs hide better
+_FP8_W_LONG, _LONG = _Tiles(128, 128, 128), 4096  # rows a group
 _BF16 = _Tiles(128, 256, 64, warps=8)
 _BF16_W = _Tiles(128, 128, 64)
 
@@ -267,7 +269,7 @@ def quantise(x: torch.Tensor, scale: torch.Tensor, fmt: Format, groups: Groups, 
     turned = torch.empty(k, places, dtype=fmt.dtype, device=x.device) if columns else None
     outs = [scale if out is None else out for out in (made, turned)]  # what is not made is never touched
     launched("grouped_quantise", x, scale, *outs, groups.offsets)
-    tile = DEFAULT_TILE
+    tile = QUANTISE
     _quantise_kernel[(-(-places // tile.rows) * -(-k // (tile.columns * STRIP)),)](
         x, scale, *outs, groups.offsets, groups.count, m, k, places,
         ROWS=rows, COLUMNS=columns, E5M2=fmt.name == "E5M2", COUNT=_count(groups),
@@ -321,7 +323,8 @@ def accumulate(outs: Matrices, dy: Rows, x: Rows, groups: Groups, beta: int) -> 
     if dy.columns is None or x.columns is None:
         raise RuntimeError("W of FP8 groups reads columns: call quantise_groups(..., columns=True)")
     wide = not x.columns.is_cuda
-    tiles = _narrow(n) if wide else _FP8_W
+    long = x.columns.shape[1] >= groups.count * _LONG
+    tiles = _narrow(n) if wide else _FP8_W_LONG if long else _FP8_W  # they change no bit
     _accumulate_columns_kernel[_gradient_grid(groups, n, k, tiles)](
         table, outs.tensors[0], dy.columns, x.columns, dy.scale_inv, x.scale_inv, groups.offsets, groups.count, n, k,
         x.columns.shape[1], WIDE=wide, COUNT=_count(groups), **how, **tiles.options(),

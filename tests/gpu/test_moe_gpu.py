@@ -107,6 +107,25 @@ def test_products_against_float64(sizes: list[int], kind: str) -> None:
         assert same_bits(got, again) and bool(got.any()) == (b > a)
 
 
+def test_tiles_of_w_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eagerly and in a graph, which has padding, another number of rows may choose other ones."""
+    from qeffect_lm.kernels import grouped
+
+    groups = groups_of(SIZES["ragged"])
+    x, dy = (made(sum(SIZES["ragged"]), width, seed=width, dtype=torch.bfloat16) for width in (K, N))
+    operands = [
+        quantise_groups(t, scale_of_amax(amax_of_groups(t, groups), fmt), fmt, groups, columns=True)
+        for t, fmt in ((x, E4M3), (dy, E5M2))
+    ]
+    found = []
+    for longest in (1, 4096):
+        monkeypatch.setattr(grouped, "_LONG", longest)
+        grads = [torch.full((N, K), 0.5, device="cuda") for _ in range(EXPERTS)]
+        accumulate_grouped_mm(matrices(grads), operands[1], operands[0], groups, 1)
+        found.append(torch.stack(grads))
+    assert same_bits(*found) and bool((found[0] != 0.5).any())
+
+
 def settings(**keys: Any) -> dict[str, Any]:
     moe = {"num_experts": 6, "aux_loss_coef": 0.05, "z_loss_coef": 0.01}
     return {**SHAPE, "model__family": "mixtral", "model__moe": moe, **keys}
