@@ -16,7 +16,7 @@ from qeffect_lm.app.dry_run import describe
 from qeffect_lm.config import load_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "models/configs"
-NO_PRESETS = {"base", "presets", "bench-m", "bench-s", "demo", "demo-gpu", "tiny"}
+NO_PRESETS = {"base", "presets", "bench-m", "bench-moe", "bench-s", "demo", "demo-gpu", "tiny"}
 
 # Parameters as released (a tied head counts once); llama-1m, llama-125m, mixtral-tiny and moe-16x4b are our own.
 PARAMETERS = {

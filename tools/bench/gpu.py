@@ -260,7 +260,7 @@ def cases(arguments: argparse.Namespace) -> list[Any]:
     counts = integers("--microbatches", arguments.microbatches)
     unknown = [size for size in arguments.sizes.split(",") if not (ROOT / f"models/configs/bench-{size.lower()}.yaml").exists()]
     if unknown:
-        raise UsageError(f"--sizes: no preset for {', '.join(unknown)}; there are S and M")
+        raise UsageError(f"--sizes: no preset for {', '.join(unknown)}; there are S, M and MoE")
     sizes, schedules = arguments.sizes.split(","), arguments.schedules.split(",")
     return [Case(a, b, c, tuple(arguments.set)) for a in sizes for c in counts for b in schedules]
 
@@ -335,12 +335,12 @@ COMMANDS = (
     ),
     Command(
         "train",
-        "whole training steps of the presets bench-s and bench-m",
+        "whole training steps of the presets bench-s, bench-m and bench-moe",
         "Step time, measured and predicted bubble. Stages on several GPUs: torchrun --nproc-per-node 2 -m tools.bench train "
         "--schedules 1f1b,zb-v. Layers on several GPUs: the same with --set parallel.tp=2 (or cp, dp); what is left are stages",
         training,
         {
-            **listed("--sizes", "S,M", "presets"),
+            **listed("--sizes", "S,M", "presets: S, M, MoE"),
             **listed("--schedules", "1f1b", "of the pipeline"),
             **listed("--microbatches", "8", "of a step"),
             **steps(20),

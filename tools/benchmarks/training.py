@@ -24,6 +24,7 @@ from pipeline.engine import Engine
 from pipeline.measure import Meter
 from qeffect_lm.app.assemble import Assembly, assemble, mesh_of
 from qeffect_lm.app.auto_plan import choose_plan
+from qeffect_lm.app.counts import flop_per_token
 from qeffect_lm.config import Config, load_config
 from qeffect_lm.data.loader import StepBatch
 from qeffect_lm.errors import UsageError
@@ -112,6 +113,7 @@ def measure(case: Case, presets: Path, steps: int, say: Callable[[str], None]) -
         assembly.config = case.config(presets, world, "graphs.timed=true")
         assembly.capture()
     bubble = measured_bubble(assembly, inputs)
+    flop = flop_per_token(config, assembly.model.parameters())
     every = comm.broadcast(comm.gather(mine))
     assembly.release()  # graphs before the communicators that they hold
     if assembly.transport is not None:
@@ -127,6 +129,7 @@ def measure(case: Case, presets: Path, steps: int, say: Callable[[str], None]) -
         "microbatches": case.microbatches,
         "ms": slowest,
         "tokens_per_second": 1e3 * inputs[0].tokens / slowest,
+        "model_tflops_per_gpu": flop * 1e-9 * inputs[0].tokens / slowest / world,
         **{key: max(row[key] for row in every) for key in ("stream_ms", "prepare_s")},
         **{key: [row[key] for row in every] for key in ("alloc_gib", "peak_gib", "reserved_gib", "pool_gib", "graphs")},
         "losses": mine["losses"],
