@@ -111,6 +111,10 @@ def addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def amax_of_groups(x: torch.Tensor, groups: Groups) -> torch.Tensor:
     """``max |x|`` of each group's rows, ``[groups]`` float32; EMPTY where a group has none. A NaN wins."""
+    if kernels.usable(x):
+        from qeffect_lm.kernels import experts
+
+        return experts.amax_of_groups(x.detach(), groups)
     rows = x.detach().abs().amax(dim=1).float()
     others = groups.of_row != torch.arange(groups.count, device=x.device)[:, None]
     return rows.expand(groups.count, -1).masked_fill(others, EMPTY).amax(dim=1)

@@ -33,7 +33,7 @@ class Activation:
 
 
 @triton.jit
-def _load_pair(x, row, column, mask, f):
+def load_pair(x, row, column, mask, f):
     """gate and up of a tile, float32; ``x`` ``[m, 2 f]`` holds gate's columns, then up's."""
     at = row.to(tl.int64)[:, None] * (2 * f) + column[None, :]
     gate = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
@@ -41,7 +41,7 @@ def _load_pair(x, row, column, mask, f):
 
 
 @triton.jit
-def _sigmoid(x):
+def sigmoid_of(x):
     return 1.0 / (1.0 + tl.exp2(x * -1.4426950408889634))  # log2 of e; fewer instructions than exp
 
 
@@ -54,8 +54,8 @@ def _swiglu_quantise_kernel(
     pid, factor = tl.program_id(0), tl.load(scale)
     row, column = tile_offsets(pid, f, TILE_M, TILE_K)
     mask = (row < m)[:, None] & (column < f)[None, :]
-    gate, up = _load_pair(x, row, column, mask, f)
-    values = (gate * _sigmoid(gate) * up).to(x.dtype.element_ty).to(tl.float32)
+    gate, up = load_pair(x, row, column, mask, f)
+    values = (gate * sigmoid_of(gate) * up).to(x.dtype.element_ty).to(tl.float32)
     if AMAX:
         merge_amax(amax, magnitude(values, mask))
     emit(values, row, column, mask, factor, rows, columns, pitch, f, ROWS, COLUMNS, E5M2)
@@ -74,9 +74,9 @@ def _swiglu_backward_kernel(
     pid, factor = tl.program_id(0), tl.load(scale)
     row, column = tile_offsets(pid, f, TILE_M, TILE_K)
     mask = (row < m)[:, None] & (column < f)[None, :]
-    gate, up = _load_pair(x, row, column, mask, f)
+    gate, up = load_pair(x, row, column, mask, f)
     grad = tl.load(dy + row.to(tl.int64)[:, None] * f + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    sigmoid = _sigmoid(gate)
+    sigmoid = sigmoid_of(gate)
     silu = gate * sigmoid
     d_gate = (grad * up * (sigmoid + silu * (1 - sigmoid))).to(x.dtype.element_ty).to(tl.float32)
     d_up = (grad * silu).to(x.dtype.element_ty).to(tl.float32)

@@ -102,8 +102,13 @@ class GroupedLinear(Deferred):
 
     # ---- F -----------------------------------------------------------------------------------------------------
 
-    def product(self, x: torch.Tensor, groups: Groups, context: LayerContext) -> torch.Tensor:
-        """F on ``[rows, in]`` → ``[rows, out]``, and the lease in TRAIN."""
+    def product(
+        self, x: torch.Tensor, groups: Groups, context: LayerContext, amax: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """F on ``[rows, in]`` → ``[rows, out]``, and the lease in TRAIN.
+
+        ``amax``: :func:`amax_of_groups` of ``x``, where its maker knows it; None: found here, if it is wanted.
+        """
         rerun = context.rerun if context.training else None
         again = rerun is not None and not rerun.first
         if self._in_fp8(context):
@@ -112,13 +117,13 @@ class GroupedLinear(Deferred):
                 scale = rerun.scales[self.name]  # type: ignore[union-attr]
                 assert scale is not None
             else:
-                scale = self._scales("input", x, groups, context)
+                scale = self._scales("input", x, groups, context, amax)
             if rerun is not None and not again:
                 rerun.scales[self.name] = scale
             kept, unread = context.training and self.defers and (rerun is None or again), again and self._ends(rerun)
             operand = quantise_groups(x, scale, FORMATS["input"], groups, rows=not unread, columns=kept)
         else:
-            self._observe("input", x, groups)
+            self._observe("input", x, groups, amax)
             operand = Rows(x)
         if context.training and self.defers:
             if again:
@@ -132,14 +137,16 @@ class GroupedLinear(Deferred):
 
     # ---- I -----------------------------------------------------------------------------------------------------
 
-    def input_grad(self, dy: torch.Tensor, groups: Groups, context: LayerContext) -> torch.Tensor:
-        """I on ``[rows, out]`` → dx ``[rows, in]``, and dY into the lease."""
+    def input_grad(
+        self, dy: torch.Tensor, groups: Groups, context: LayerContext, amax: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """I on ``[rows, out]`` → dx ``[rows, in]``, and dY into the lease; ``amax`` as for :meth:`product`, of ``dy``."""
         if self._in_fp8(context):
-            scale = self._scales("grad_output", dy, groups, context)
+            scale = self._scales("grad_output", dy, groups, context, amax)
             kept = context.training and self.defers
             operand = quantise_groups(dy, scale, FORMATS["grad_output"], groups, columns=kept)
         else:
-            self._observe("grad_output", dy, groups)
+            self._observe("grad_output", dy, groups, amax)
             operand = Rows(dy)
         if context.training and self.defers:
             context.active_scope().input_grad_done(self.name)
@@ -162,16 +169,18 @@ class GroupedLinear(Deferred):
     def _in_fp8(self, context: LayerContext) -> bool:
         return self.recipe is not None and context.phase is not Phase.CALIBRATE
 
-    def _scales(self, kind: str, x: torch.Tensor, groups: Groups, context: LayerContext) -> torch.Tensor:
+    def _scales(
+        self, kind: str, x: torch.Tensor, groups: Groups, context: LayerContext, amax: torch.Tensor | None
+    ) -> torch.Tensor:
         assert self.recipe is not None
         scope = context.active_scope() if context.training else None
-        return group_scales(self.recipe, self.names, kind, amax_of_groups(x, groups), scope)
+        return group_scales(self.recipe, self.names, kind, amax_of_groups(x, groups) if amax is None else amax, scope)
 
-    def _observe(self, kind: str, x: torch.Tensor, groups: Groups) -> None:
+    def _observe(self, kind: str, x: torch.Tensor, groups: Groups, amax: torch.Tensor | None) -> None:
         """Calibration: what of this would be in FP8 has its amax recorded."""
         if self.recipe is None:
             return
-        merge_amax(self.recipe, self.names, kind, amax_of_groups(x, groups))
+        merge_amax(self.recipe, self.names, kind, amax_of_groups(x, groups) if amax is None else amax)
         if kind == "input":
             for expert in self.experts:
                 self.recipe.observe(expert.name, "weight", expert.weight.bfloat16())

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qeffect_lm import kernels
 from qeffect_lm.fp8.grouped import Groups
 from qeffect_lm.layers.base import Layer
 from qeffect_lm.layers.context import LayerContext
@@ -84,6 +85,10 @@ class Routing:
 def added(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Each token's rows added: ``[rows, features]`` and their places ``[tokens, k]`` → ``[tokens, features]``; in float32 or
     wider, rounded once."""
+    if kernels.usable(rows):
+        from qeffect_lm.kernels import experts
+
+        return experts.added(rows, places)
     wide = torch.promote_types(rows.dtype, torch.float32)
     total = rows.index_select(0, places[:, 0]).to(wide)
     for j in range(1, places.shape[1]):
@@ -151,8 +156,8 @@ class _Experts(torch.autograd.Function):
     ) -> torch.Tensor:
         hidden = moe.gate_up.product(routing.spread(x, context), routing.groups, context)
         row_weights = routing.weights_of_rows(weights, context)
-        activation = (_activated(hidden)[0] * row_weights).to(x.dtype)
-        rows = moe.down.product(activation, routing.groups, context)
+        activation, amax = weighted(hidden, row_weights, routing.groups, amax=moe.down.recipe is not None)
+        rows = moe.down.product(activation, routing.groups, context, amax)
         ctx.save_for_backward(hidden, row_weights, *routing.tensors())
         ctx.moe, ctx.routing, ctx.context = moe, routing.of_tensors((x.new_empty(0),) * len(routing.tensors())), context
         rerun = context.rerun if context.training else None
@@ -165,15 +170,48 @@ class _Experts(torch.autograd.Function):
         hidden, row_weights, *tensors = ctx.saved_tensors
         moe, context = ctx.moe, ctx.context
         routing = ctx.routing.of_tensors(tuple(tensors))
-        d_weighted = moe.down.input_grad(routing.spread(dy, context), routing.groups, context).to(row_weights.dtype)
-        activation, sigmoid, gate, up = _activated(hidden)
-        of_rows = (d_weighted * activation).sum(dim=-1)
-        d_activation = d_weighted * row_weights
-        silu = gate * sigmoid
-        d_gate = d_activation * up * (sigmoid + silu * (1 - sigmoid))
-        d_hidden = torch.cat([d_gate, d_activation * silu], dim=-1).to(hidden.dtype)
-        dx = added(*routing.collect(moe.gate_up.input_grad(d_hidden, routing.groups, context), context))
+        d_hidden, of_rows, amax = weighted_backward(
+            hidden,
+            row_weights,
+            moe.down.input_grad(routing.spread(dy, context), routing.groups, context),
+            routing.groups,
+            amax=moe.gate_up.recipe is not None,
+        )
+        dx = added(*routing.collect(moe.gate_up.input_grad(d_hidden, routing.groups, context, amax), context))
         return dx, routing.weights_of_tokens(of_rows, context), None, None, None
+
+
+def weighted(
+    hidden: torch.Tensor, row_weights: torch.Tensor, groups: Groups, *, amax: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``silu(gate) * up * weight`` of ``[rows, 2 f]`` and ``[rows, 1]`` → ``[rows, f]``, in float32 or wider, rounded once.
+
+    With ``amax`` what :func:`amax_of_groups` says of it comes along, ``[groups]`` float32, where that costs no pass of its own;
+    else None.
+    """
+    if kernels.usable(hidden):
+        from qeffect_lm.kernels import experts
+
+        return experts.forward(hidden, row_weights, groups, amax=amax)
+    return (_activated(hidden)[0] * row_weights).to(hidden.dtype), None
+
+
+def weighted_backward(
+    hidden: torch.Tensor, row_weights: torch.Tensor, d_weighted: torch.Tensor, groups: Groups, *, amax: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Gradients of what :func:`weighted` takes, of its result's ``[rows, f]``: of ``hidden``, of the rows' weights ``[rows]``,
+    in float32 or wider; ``amax`` as there, of the first."""
+    if kernels.usable(hidden):
+        from qeffect_lm.kernels import experts
+
+        return experts.backward(hidden, row_weights, d_weighted, groups, amax=amax)
+    d_weighted = d_weighted.to(row_weights.dtype)
+    activation, sigmoid, gate, up = _activated(hidden)
+    of_rows = (d_weighted * activation).sum(dim=-1)
+    d_activation = d_weighted * row_weights
+    silu = gate * sigmoid
+    d_gate = d_activation * up * (sigmoid + silu * (1 - sigmoid))
+    return torch.cat([d_gate, d_activation * silu], dim=-1).to(hidden.dtype), of_rows, None
 
 
 def _activated(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:

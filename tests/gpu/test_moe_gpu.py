@@ -27,6 +27,17 @@ from tests.gpu.test_engine_gpu import SHAPE, data
 from tests.tiny import Trained, assert_moved, batch, config, differing, same_bits, train
 from tests.unit.engine_support import tensors
 
+# The same checks as on CPU, there interpreted, here compiled. Not their fixture: here the dispatch decides for itself.
+from tests.unit.test_kernels_experts import (  # noqa: F401
+    test_a_row_is_the_same_wherever_it_lies,
+    test_added,
+    test_amax,
+    test_amax_from_the_kernels_changes_no_bit,
+    test_backward,
+    test_forward,
+    test_what_is_no_number_stays_visible,
+)
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 N, K, EXPERTS = 640, 512, 8
