@@ -1,4 +1,4 @@
-"""The kernels of groups compiled for an H200 (no GPU is needed for that): what makes them fast is in the code that comes out.
+"""The kernels of experts compiled for an H200 (no GPU is needed for that): what makes them fast is in the code that comes out.
 
 A table of addresses tells the compiler nothing about alignment. Where it is not told, the tensor cores wait for loads of single
 bytes: 27 TFLOP/s instead of a thousand, and every number right.
@@ -23,19 +23,20 @@ import json, re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from qeffect_lm.kernels import grouped
+from qeffect_lm.kernels import experts, grouped
 
-POINTERS = {"x", "table", "like", "x_scale_inv", "scale_table", "out", "offsets", "dy", "dy_scale_inv"}
+POINTERS = {"x", "table", "like", "x_scale_inv", "scale_table", "out", "offsets", "dy", "dy_scale_inv", "hidden", "row_weights",
+            "d_weighted", "group_of_row", "d_hidden", "of_rows", "amax", "rows", "places"}
 
 
 def ptx(kernel, tiles, types, **constants):
-    options = tiles.options()
+    options = tiles.options() if isinstance(tiles, grouped._Tiles) else experts._cut(tiles) | {"num_stages": 3}
     warps, stages = options.pop("num_warps"), options.pop("num_stages")
     constants |= options
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
-    sizes = {"n", "k", "pitch", "stride_n", "stride_k"} - set(constants)
+    sizes = {"f", "n", "k", "pitch", "stride_n", "stride_k"} - set(constants)
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in names if n in POINTERS | sizes}
     source = ASTSource(kernel, signature, values, attributes)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
@@ -45,7 +46,7 @@ def ptx(kernel, tiles, types, **constants):
 def counted(text):
     return {name: len(re.findall(pattern, text)) for name, pattern in (
         ("wgmma", r"wgmma\\.mma_async"), ("mma", r"\\bmma\\.sync"), ("async", r"cp\\.async\\.cg"),
-        ("narrow", r"(ld|st)\\.global[.\\w]*\\.[bsu](8|16)\\b"))}
+        ("narrow", r"(ld|st)\\.global[.\\w]*\\.[bsu](8|16)\\b"), ("vectors", r"(ld|st)\\.global\\.v4\\.b32"))}
 
 
 base = dict(table="*i64", offsets="*i32", x_scale_inv="*fp32", dy_scale_inv="*fp32", scale_table="*i64", out="*bf16")
@@ -64,12 +65,21 @@ found["W"] = counted(ptx(
 found["W bfloat16"] = counted(ptx(
     grouped._accumulate_rows_kernel, grouped._BF16_W, base | {"dy": "*bf16", "x": "*bf16", "like": "*fp32"},
     BETA=1, WIDE=False, ALIGNED=ALIGNED))
-print(json.dumps(found))
+between = {}
+types = dict.fromkeys(("hidden", "d_weighted", "d_hidden", "out", "x", "rows"), "*bf16") | dict.fromkeys(
+    ("row_weights", "of_rows", "amax"), "*fp32") | {"group_of_row": "*i64", "places": "*i64"}
+for name, kernel, tile, constants in (
+    ("forward", experts._forward_kernel, experts.FORWARD, {"MERGE": True}),
+    ("backward", experts._backward_kernel, experts.BACKWARD, {"MERGE": True}),
+    ("amax", experts._amax_kernel, experts.AMAX, {}), ("added", experts._added_kernel, experts.ADDED, {"PARTS": 2}),
+):
+    between[name] = counted(ptx(kernel, tile, types, **constants))
+print(json.dumps([found, between]))
 """
 
 
-def compiled(folder: Path, aligned: bool) -> dict[str, dict[str, int]]:
-    """How many of which instructions each kernel has."""
+def compiled(folder: Path, aligned: bool) -> list[dict[str, dict[str, int]]]:
+    """How many of which instructions each kernel has: the products, and what stands between them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder)
     (folder / "compiled.py").write_text(CODE.replace("ALIGNED=ALIGNED", f"ALIGNED={aligned}"))
@@ -80,12 +90,15 @@ def compiled(folder: Path, aligned: bool) -> dict[str, dict[str, int]]:
 
 def test_tensor_cores_and_whole_loads(tmp_path):
     """Hopper's warpgroup products, fed by copies of 16 bytes past the registers; nothing is loaded or stored by the byte."""
-    for name, count in compiled(tmp_path, True).items():
+    products, between = compiled(tmp_path, True)
+    for name, count in products.items():
         assert count["wgmma"] >= 4 and count["mma"] == 0 and count["async"] >= 12 and count["narrow"] == 0, (name, count)
+    for name, count in between.items():
+        assert count["vectors"] >= 4 and count["narrow"] == 0, (name, count)
 
 
 @pytest.mark.long
 def test_an_address_of_no_alignment_is_what_it_costs(tmp_path):
     """The control: without the promise about addresses the weights come byte by byte."""
-    found = compiled(tmp_path, False)
+    found, _ = compiled(tmp_path, False)
     assert found["F"]["narrow"] >= 32 and found["I"]["narrow"] >= 32 and found["F bfloat16"]["narrow"] >= 32
