@@ -40,7 +40,7 @@ class Ceilings(Links):
     layer_overhead_us: float
     expert_imbalance: float
     products: Mapping[str, Products]
-    experts: Rates
+    experts: Mapping[str, Rates]
     attention: Rates
     row_attention: Rates
     sources: tuple[str, ...]
@@ -78,7 +78,7 @@ def ceilings(device: str) -> Ceilings:
     entry: dict[str, Any] = dict(table[device])
     measured: dict[str, Any] = {
         "products": {kind: Products.of(one) for kind, one in entry.pop("products").items()},
-        "experts": Rates.of(entry.pop("experts"), "rows"),
+        "experts": {kind: Rates.of(one, "rows") for kind, one in entry.pop("experts").items()},
         "attention": Rates.of(entry.pop("attention"), "sequence"),
         "row_attention": Rates.of(entry.pop("row_attention"), "sequence"),
         "sources": tuple(entry.pop("measured")),

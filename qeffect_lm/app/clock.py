@@ -186,7 +186,8 @@ class Clock:
             of_one = self._rows() * self.device.expert_imbalance / (self.config.model.moe.num_experts or 1)
             of_one *= self._line("experts").size
             flop = 2 * of_one * sum(param.numel for param in experts)
-            f, i, w = (a + flop / self.device.experts.at(work, of_one) for a, work in zip((f, i, w), "FIW", strict=True))
+            rates = self.device.experts["fp8" if fp8 else "bf16"]
+            f, i, w = (a + flop / rates.at(work, of_one) for a, work in zip((f, i, w), "FIW", strict=True))
         return f, i, w
 
     def _tail(self, block: Block, fp8: bool) -> float:

@@ -45,7 +45,11 @@ def products(arguments: argparse.Namespace) -> int:
         raise UsageError("products are measured on a GPU, and torch sees none here")
     from tools.benchmarks import products as benchmark
 
-    report = {**header(arguments, torch.cuda.get_device_name()), **benchmark.measure(say)}
+    kinds = (arguments.kinds or ",".join(benchmark.KINDS)).split(",")
+    unknown = [kind for kind in kinds if kind not in benchmark.KINDS]
+    if unknown:
+        raise UsageError(f"--kinds {','.join(unknown)}: there are {', '.join(benchmark.KINDS)}")
+    report = {**header(arguments, torch.cuda.get_device_name()), **benchmark.measure(say, kinds)}
     print(benchmark.table(report))
     write(report, arguments.json)
     return 0
@@ -281,8 +285,9 @@ COMMANDS = (
     Command(
         "products",
         "matrix products by shape: what tools.plan knows narrow ones by",
-        "F, I and W in FP8 of widths from 512 to 16384, the head's in bfloat16, and those of all experts of a layer.",
+        "F, I and W in FP8 of widths from 512 to 16384, the head's in bfloat16, and those of all experts of a layer in both.",
         products,
+        {"--kinds": {"metavar": "LIST", "help": "of fp8, bf16, experts, experts-bf16, with commas (default: all)"}},
     ),
     Command(
         "layers",

@@ -6,12 +6,12 @@ As in :mod:`tools.benchmarks.kernels`: captured over rotating random inputs into
     I    [tokens, in]   in bfloat16  from E5M2 [tokens, out] and E4M3 [in, out]
     W    [out, in]      in float32, added in place, from E5M2 [out, tokens] and E4M3 [in, tokens]
 
-In bfloat16 the same products of the head, and of all experts of a layer at once (rows in equal parts, FP8).
+In bfloat16 the same products of the head; and of all experts of a layer at once (rows in equal parts), in FP8 and in bfloat16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,14 +27,16 @@ WIDTHS = (512, 1024, 2048, 4096, 8192, 16384)
 HEAD_WIDTHS, HEAD_OUT = (1024, 4096, 8192), (4096, 16384, 65536)
 ROWS, EXPERTS, EXPERT_SHAPES = (4096, 16384), (2, 8, 16), ((2048, 4096), (4096, 2048), (8192, 4096), (16384, 4096))
 ROTATED, REPLAYS = 96 << 20, 3  # there are hundreds of products
+KINDS = "fp8", "bf16", "experts", "experts-bf16"
 Made = Callable[[], object]
 
 
-def measure(say: Callable[[str], object]) -> dict[str, Any]:
-    """Everything, as ``{"rows": [{"kind", "work", "tokens", "out", "in", "experts", "us", "tflop_s"}]}``."""
+def measure(say: Callable[[str], object], kinds: Sequence[str] = KINDS) -> dict[str, Any]:
+    """Everything of ``kinds``, as ``{"rows": [{"kind", "work", "tokens", "out", "in", "experts", "us", "tflop_s"}]}``."""
     library = CublasLt("cuda")
+    every = dict(zip(KINDS, (_fp8(library), _bf16(library), _experts(True), _experts(False)), strict=True))
     rows: list[dict[str, Any]] = []
-    for kind, pieces in (("fp8", _fp8(library)), ("bf16", _bf16(library)), ("experts", _experts())):
+    for kind, pieces in ((kind, every[kind]) for kind in kinds):
         before = len(rows)
         for about, size, made in pieces:
             us = time_us(made, size, ROTATED, REPLAYS)
@@ -47,10 +49,10 @@ def measure(say: Callable[[str], object]) -> dict[str, Any]:
 
 def table(report: dict[str, Any]) -> str:
     """One line a product."""
-    lines = [f"{'kind':8} {'work':4} {'experts':>7} {'tokens':>7} {'out':>7} {'in':>7} {'us':>9} {'TFLOP/s':>8}"]
+    lines = [f"{'kind':12} {'work':4} {'experts':>7} {'tokens':>7} {'out':>7} {'in':>7} {'us':>9} {'TFLOP/s':>8}"]
     for row in report["rows"]:
         shape = f"{row.get('experts', 1):>7} {row['tokens']:>7} {row['out']:>7} {row['in']:>7}"
-        lines.append(f"{row['kind']:8} {row['work']:4} {shape} {row['us']:>9.1f} {row['tflop_s']:>8.0f}")
+        lines.append(f"{row['kind']:12} {row['work']:4} {shape} {row['us']:>9.1f} {row['tflop_s']:>8.0f}")
     return "\n".join(lines)
 
 
@@ -106,38 +108,64 @@ def _bf16(library: CublasLt) -> Iterator[_Piece]:
                 yield _about("W", m, n, k), 2 * m * (n + k), partial(weight, n, k, m)
 
 
-def _experts() -> Iterator[_Piece]:
+def _experts(fp8: bool) -> Iterator[_Piece]:
     """Rows of a layer's experts in equal parts."""
-
-    def groups(rows: int, count: int) -> Groups:
-        offsets = torch.arange(count + 1, dtype=torch.int32, device="cuda") * (rows // count)
-        return Groups(offsets, torch.arange(count, device="cuda").repeat_interleave(rows // count))
-
-    def operand(rows: int, k: int, count: int, fmt: Format) -> Rows:
-        return Rows(_operand(rows, k, fmt)[0], torch.full((count,), 0.05, device="cuda"))
-
-    def weights(n: int, k: int, count: int) -> tuple[Matrices, Matrices]:
-        tensors = [_operand(n, k, E4M3)[0] for _ in range(count)]
-        scales = [scalar(0.05) for _ in range(count)]
-        return Matrices(tuple(tensors), addresses(tensors)), Matrices(tuple(scales), addresses(scales))
-
-    def forward(rows: int, n: int, k: int, count: int, fmt: Format) -> Made:
-        x, (w, scales), of = operand(rows, k, count, fmt), weights(n, k, count), groups(rows, count)
-        fast = fmt is E4M3
-        return lambda: grouped_mm(x, w, of, torch.bfloat16, weight_scale_inv=scales, fast_accumulation=fast)
-
-    def weight(rows: int, n: int, k: int, count: int) -> Made:
-        of, scale = groups(rows, count), torch.full((count,), 20.0, device="cuda")
-        dy, x = (quantise_groups(new(rows, w), scale, fmt, of, rows=False, columns=True) for w, fmt in ((n, E5M2), (k, E4M3)))
-        outs = [torch.zeros(n, k, device="cuda") for _ in range(count)]
-        grads = Matrices(tuple(outs), addresses(outs))
-        return lambda: accumulate_grouped_mm(grads, dy, x, of, 1)
-
     for m in ROWS:
         for e in EXPERTS:
             for n, k in EXPERT_SHAPES:
-                size = m * k + e * n * k
-                f, i = (m, n, k, e, E4M3), (m, k, n, e, E5M2)
-                yield _about("F", m, n, k, experts=e), size, partial(forward, *f)
-                yield _about("I", m, n, k, experts=e), size, partial(forward, *i)
-                yield _about("W", m, n, k, experts=e), size, partial(weight, m, n, k, e)
+                size, layer = (m * k + e * n * k) * (1 if fp8 else 2), _Layer(m, e, n, k)
+                for work, name in zip("FIW", ("forward", "input_grad", "weight_grad"), strict=True):
+                    yield _about(work, m, n, k, experts=e), size, getattr(layer, name if fp8 else f"{name}_bf16")
+
+
+class _Layer:
+    """One linear of ``experts``, ``rows`` rows in equal parts."""
+
+    def __init__(self, rows: int, experts: int, out: int, inner: int) -> None:
+        self.rows, self.experts, self.out, self.inner = rows, experts, out, inner
+
+    @property
+    def groups(self) -> Groups:
+        each = self.rows // self.experts
+        offsets = torch.arange(self.experts + 1, dtype=torch.int32, device="cuda") * each
+        return Groups(offsets, torch.arange(self.experts, device="cuda").repeat_interleave(each))
+
+    def _matrices(self, made: Callable[[], torch.Tensor]) -> Matrices:
+        tensors = tuple(made() for _ in range(self.experts))
+        return Matrices(tensors, addresses(tensors))
+
+    def _product(self, out: int, inner: int, fmt: Format) -> Made:
+        groups, scales = self.groups, self._matrices(lambda: scalar(0.05))
+        x = self._quantised(inner, fmt, columns=False)
+        w = self._matrices(lambda: _operand(out, inner, E4M3)[0])
+        fast = fmt is E4M3
+        return lambda: grouped_mm(x, w, groups, torch.bfloat16, weight_scale_inv=scales, fast_accumulation=fast)
+
+    def _quantised(self, width: int, fmt: Format, *, columns: bool) -> Rows:
+        scale = torch.full((self.experts,), 20.0, device="cuda")
+        return quantise_groups(new(self.rows, width), scale, fmt, self.groups, rows=not columns, columns=columns)
+
+    def forward(self) -> Made:
+        return self._product(self.out, self.inner, E4M3)
+
+    def input_grad(self) -> Made:
+        return self._product(self.inner, self.out, E5M2)
+
+    def weight_grad(self) -> Made:
+        dy, x = self._quantised(self.out, E5M2, columns=True), self._quantised(self.inner, E4M3, columns=True)
+        return self._accumulated(dy, x)
+
+    def _accumulated(self, dy: Rows, x: Rows) -> Made:
+        groups, grads = self.groups, self._matrices(lambda: torch.zeros(self.out, self.inner, device="cuda"))
+        return lambda: accumulate_grouped_mm(grads, dy, x, groups, 1)
+
+    def forward_bf16(self) -> Made:
+        x, w, groups = Rows(new(self.rows, self.inner)), self._matrices(lambda: new(self.out, self.inner)), self.groups
+        return lambda: grouped_mm(x, w, groups, torch.bfloat16)
+
+    def input_grad_bf16(self) -> Made:
+        dy, w, groups = Rows(new(self.rows, self.out)), self._matrices(lambda: new(self.out, self.inner)).t, self.groups
+        return lambda: grouped_mm(dy, w, groups, torch.bfloat16)
+
+    def weight_grad_bf16(self) -> Made:
+        return self._accumulated(Rows(new(self.rows, self.out)), Rows(new(self.rows, self.inner)))
