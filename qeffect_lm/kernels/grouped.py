@@ -58,6 +58,7 @@ _FAST = _Tiles(128, 256, 128, warps=8)
 _FP8 = _Tiles(128, 128, 128)
 _FP8_W = _Tiles(64, 64, 128)  # of few rows W is the traffic of its gradient, which more programs hide better
 _FP8_W_LONG, _LONG = _Tiles(128, 128, 128), 4096  # rows a group
+_EARLY = False
 _BF16 = _Tiles(128, 256, 64, warps=8)
 _BF16_W = _Tiles(128, 128, 64)
 
@@ -160,16 +161,21 @@ def _product_kernel(
 
 
 @triton.jit
-def _add(table, group, like, total, output, feature, n, k, some, BETA: tl.constexpr, ALIGNED: tl.constexpr):
-    """A tile of a group's gradient into its place; ``some``: whether the group has rows."""
+def _place_of(table, group, like, output, feature, n, k, ALIGNED: tl.constexpr):
+    """Where a tile of a group's gradient lies, and what of it is inside."""
     out = _pointer(table, group, like, ALIGNED)
-    place = out + output.to(tl.int64)[:, None] * k + feature[None, :]
-    mask = (output < n)[:, None] & (feature < k)[None, :]
+    return out + output.to(tl.int64)[:, None] * k + feature[None, :], (output < n)[:, None] & (feature < k)[None, :]
+
+
+@triton.jit
+def _add(place, mask, some, held, total, BETA: tl.constexpr, EARLY: tl.constexpr):
+    """A tile into its place; ``some``: whether the group has rows; ``held``: with ``EARLY`` what was there."""
     if BETA == 0:
-        tl.store(place, total.to(out.dtype.element_ty), mask=mask)
-    elif some:
-        before = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-        tl.store(place, (total + before).to(out.dtype.element_ty), mask=mask)
+        tl.store(place, total.to(place.dtype.element_ty), mask=mask)
+    else:
+        if not EARLY:
+            held = tl.load(place, mask=mask & some, other=0.0).to(tl.float32)
+        tl.store(place, (total + held).to(place.dtype.element_ty), mask=mask & some)
 
 
 @triton.jit
@@ -184,7 +190,7 @@ def _tile_of_gradient(n, k, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 @triton.jit
 def _accumulate_columns_kernel(
     table, like, dy, x, dy_scale_inv, x_scale_inv, offsets, count, n, k, pitch,
-    BETA: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
+    BETA: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr, EARLY: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """FP8: ``dy`` ``[n, pitch]`` and ``x`` ``[k, pitch]``."""
@@ -192,6 +198,10 @@ def _accumulate_columns_kernel(
     g, first, last = _spans(offsets, count, 0, COUNT)
     rows = tl.sum(tl.where(g == group, last - first, 0), 0)
     start = tl.sum(tl.where(g == group, _starts(g, first, last, count), 0), 0) // STEP * STEP  # so the compiler knows, too
+    at, mask = _place_of(table, group, like, output, feature, n, k, ALIGNED)
+    held = tl.zeros((TILE_M, TILE_N), tl.float32)
+    if EARLY and BETA == 1:  # asked for before the products, so that they hide the wait
+        held = tl.load(at, mask=mask & (rows > 0), other=0.0).to(tl.float32)
     place = tl.arange(0, TILE_K)
     a_at = dy + tl.minimum(output, n - 1).to(tl.int64)[:, None] * pitch + start + place[None, :]
     b_at = x + tl.minimum(feature, k - 1).to(tl.int64)[None, :] * pitch + start + place[:, None]
@@ -205,7 +215,7 @@ def _accumulate_columns_kernel(
         a_at += TILE_K
         b_at += TILE_K
     total *= tl.load(dy_scale_inv + group) * tl.load(x_scale_inv + group)
-    _add(table, group, like, total, output, feature, n, k, rows > 0, BETA, ALIGNED)
+    _add(at, mask, rows > 0, held, total, BETA, EARLY)
 
 
 @triton.jit
@@ -217,15 +227,16 @@ def _accumulate_rows_kernel(
     """16 bits and more: ``dy`` ``[rows, n]`` and ``x`` ``[rows, k]``, as they lie."""
     group, output, feature = _tile_of_gradient(n, k, TILE_M, TILE_N)
     first, last = tl.load(offsets + group), tl.load(offsets + group + 1)
+    at, mask = _place_of(table, group, like, output, feature, n, k, ALIGNED)
     total = tl.zeros((TILE_M, TILE_N), tl.float32)
     for begin in range(first, last, TILE_K):
         row = begin + tl.arange(0, TILE_K)
         inside = row < last
-        at = row.to(tl.int64)
-        a = tl.load(dy + at[None, :] * n + output[:, None], mask=(output < n)[:, None] & inside[None, :], other=0.0)
-        b = tl.load(x + at[:, None] * k + feature[None, :], mask=inside[:, None] & (feature < k)[None, :], other=0.0)
+        row = row.to(tl.int64)
+        a = tl.load(dy + row[None, :] * n + output[:, None], mask=(output < n)[:, None] & inside[None, :], other=0.0)
+        b = tl.load(x + row[:, None] * k + feature[None, :], mask=inside[:, None] & (feature < k)[None, :], other=0.0)
         total = _dot(a, b, total, False, False, WIDE, TILE_K)
-    _add(table, group, like, total, output, feature, n, k, last > first, BETA, ALIGNED)
+    _add(at, mask, last > first, total, total, BETA, False)
 
 
 @triton.jit
@@ -314,7 +325,7 @@ def accumulate(outs: Matrices, dy: Rows, x: Rows, groups: Groups, beta: int) -> 
     how: dict[str, Any] = {"BETA": beta, "ALIGNED": _aligned(outs)}
     if x.scale_inv is None:
         wide = _wide(x.whole, dy.whole.dtype)
-        tiles = _narrow(n) if wide else _BF16_W
+        tiles = _narrow_w(n) if wide else _BF16_W
         _accumulate_rows_kernel[_gradient_grid(groups, n, k, tiles)](
             table, outs.tensors[0], dy.whole.contiguous(), x.whole.contiguous(), groups.offsets, n, k,
             WIDE=wide, **how, **tiles.options(),
@@ -324,10 +335,10 @@ def accumulate(outs: Matrices, dy: Rows, x: Rows, groups: Groups, beta: int) -> 
         raise RuntimeError("W of FP8 groups reads columns: call quantise_groups(..., columns=True)")
     wide = not x.columns.is_cuda
     long = x.columns.shape[1] >= groups.count * _LONG
-    tiles = _narrow(n) if wide else _FP8_W_LONG if long else _FP8_W  # they change no bit
+    tiles = _narrow_w(n) if wide else _FP8_W_LONG if long else _FP8_W  # they change no bit
     _accumulate_columns_kernel[_gradient_grid(groups, n, k, tiles)](
         table, outs.tensors[0], dy.columns, x.columns, dy.scale_inv, x.scale_inv, groups.offsets, groups.count, n, k,
-        x.columns.shape[1], WIDE=wide, COUNT=_count(groups), **how, **tiles.options(),
+        x.columns.shape[1], WIDE=wide, COUNT=_count(groups), EARLY=_EARLY, **how, **tiles.options(),
     )  # fmt: skip
 
 
@@ -342,8 +353,13 @@ def _wide(rows: torch.Tensor, other: torch.dtype) -> bool:
 
 
 def _narrow(n: int) -> _Tiles:
-    """Of float32 values; a router has few outputs."""
-    return _Tiles(32, 16 if n <= 16 else 64, 32)
+    """Of float32 values; a router has few outputs ``n`` and sums many features."""
+    return _Tiles(32, 16, 64) if n <= 16 else _Tiles(32, 64, 32)
+
+
+def _narrow_w(n: int) -> _Tiles:
+    """The same of W: few rows of the gradient, summed over many tokens."""
+    return _Tiles(16, 32, 64) if n <= 16 else _Tiles(32, 64, 32)
 
 
 def _count(groups: Groups) -> int:

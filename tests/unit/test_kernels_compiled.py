@@ -61,7 +61,7 @@ for name, tiles, element, inner, fast in (
         WIDE=False, ALIGNED=ALIGNED, INNER=inner, COUNT=16, **{"stride_k" if inner else "stride_n": 1}))
 found["W"] = counted(ptx(
     grouped._accumulate_columns_kernel, grouped._FP8_W, base | {"dy": "*fp8e5", "x": "*fp8e4nv", "like": "*fp32"},
-    BETA=1, WIDE=False, ALIGNED=ALIGNED, COUNT=16))
+    BETA=1, WIDE=False, ALIGNED=ALIGNED, COUNT=16, EARLY=grouped._EARLY))
 found["W bfloat16"] = counted(ptx(
     grouped._accumulate_rows_kernel, grouped._BF16_W, base | {"dy": "*bf16", "x": "*bf16", "like": "*fp32"},
     BETA=1, WIDE=False, ALIGNED=ALIGNED))
