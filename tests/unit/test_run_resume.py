@@ -156,15 +156,17 @@ def test_a_damaged_list_of_nodes_is_told_to_all_ranks(folder, monkeypatch):
         run_here(folder, "unread")
 
 
-def test_equal_fingerprints_of_ten_resumes(folder):
-    """A run saved after each step, resumed ten times from copies: each re-capture has the manifest's fingerprint."""
-    assert run_here(folder, "prints", "checkpoint.every=1")[0] == 0
-    saved = {name: open_checkpoint(folder / "prints/checkpoints" / f"step_{name:08d}") for name in (1, 3, 6)}
+@pytest.mark.parametrize("times", [3, pytest.param(10, marks=pytest.mark.long)])
+def test_equal_fingerprints_of_resumes(folder, times):
+    """A run saved after each step, resumed three or ten times from copies: each re-capture has the manifest's fingerprint."""
+    whole = f"prints-{times}"
+    assert run_here(folder, whole, "checkpoint.every=1")[0] == 0
+    saved = {name: open_checkpoint(folder / whole / "checkpoints" / f"step_{name:08d}") for name in (1, 3, 6)}
     prints = {tuple(checkpoint.meta["graph_fingerprints"]) for checkpoint in saved.values()}
     assert len(prints) == 1
-    for number in range(10):
+    for number in range(times):
         source = saved[(1, 3, 6)[number % 3]].path
-        name = f"again-{number}"
+        name = f"again-{times}-{number}"
         steps = 6 if number % 3 < 2 else 7
         code, _ = run_here(folder, name, f"checkpoint.resume={source}", f"train.steps={steps}")
         assert code == 0
