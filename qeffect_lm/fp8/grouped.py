@@ -106,6 +106,23 @@ def addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device=tensors[0].device)
 
 
+def by_group(numbers: torch.Tensor, count: int) -> tuple[Groups, torch.Tensor, torch.Tensor]:
+    """Sort rows by their groups' ``numbers``, ``[rows]`` int64 below ``count``, stably.
+
+    Returns:
+        The groups; which of the rows each sorted one was, and the inverse, where each row went, ``[rows]`` int64.
+    """
+    if kernels.usable(numbers.new_empty(0, dtype=torch.float32)):  # it takes integers, wherever kernels run
+        from qeffect_lm.kernels import routing
+
+        offsets, of_row, order, inverse = routing.by_group(numbers, count)
+        return Groups(offsets, of_row), order, inverse
+    of_row, order = torch.sort(numbers, stable=True)
+    bounds = torch.arange(count + 1, device=numbers.device)
+    offsets = torch.searchsorted(of_row, bounds, out_int32=True)
+    return Groups(offsets, of_row), order, torch.sort(order).indices
+
+
 # ---- scales ----------------------------------------------------------------------------------------------------
 
 

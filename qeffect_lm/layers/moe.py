@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from qeffect_lm import kernels
-from qeffect_lm.fp8.grouped import Groups
+from qeffect_lm.fp8.grouped import Groups, by_group
 from qeffect_lm.layers.base import Layer
 from qeffect_lm.layers.context import LayerContext
 from qeffect_lm.layers.grouped import ExpertLinear, GroupedLinear
@@ -52,10 +52,8 @@ class Routing:
     @classmethod
     def of(cls, experts: torch.Tensor, count: int) -> Routing:
         """``experts`` ``[tokens, k]`` of ``count``; rows of one expert stay in the order of tokens."""
-        of_row, order = torch.sort(experts.reshape(-1), stable=True)
-        bounds = torch.arange(count + 1, device=experts.device)
-        offsets = torch.searchsorted(of_row, bounds, out_int32=True)
-        return cls(Groups(offsets, of_row), order, torch.sort(order).indices.view_as(experts))
+        groups, order, rows = by_group(experts.reshape(-1), count)
+        return cls(groups, order, rows.view_as(experts))
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.groups.offsets, self.groups.of_row, self.order, self.rows
@@ -134,7 +132,7 @@ class MoE(Layer):
         here = Routing.of(numbers, self.router.experts)
         if self.parallel is None:
             return here
-        return self.parallel.dispatched(numbers, here.order, here.rows, self.router.experts, context, self.name)
+        return self.parallel.dispatched(numbers, here.groups.offsets, here.order, here.rows, context, self.name)
 
     def forward(
         self, x: torch.Tensor, context: LayerContext, norm: Layer | None = None, *, residual: bool = False

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from qeffect_lm.errors import UsageError
-from qeffect_lm.fp8.grouped import Groups
+from qeffect_lm.fp8.grouped import Groups, by_group
 from qeffect_lm.parallel.peers import naming
 
 if TYPE_CHECKING:
@@ -123,19 +123,25 @@ class ExpertParallel:
     # ---- where rows go -----------------------------------------------------------------------------------------
 
     def dispatched(
-        self, experts: torch.Tensor, order: torch.Tensor, rows: torch.Tensor, count: int, context: LayerContext, who: str
+        self,
+        experts: torch.Tensor,
+        offsets: torch.Tensor,
+        order: torch.Tensor,
+        rows: torch.Tensor,
+        context: LayerContext,
+        who: str,
     ) -> Dispatch:
         """Settle with the others where this microbatch's rows go.
 
         Args:
-            experts: ``[tokens, k]`` int64, the experts of each token, of ``count``.
+            experts: ``[tokens, k]`` int64, the experts of each token.
+            offsets: ``[experts + 1]`` int32, where each expert's assignments begin, sorted.
             order: ``[tokens * k]`` int64, the assignments sorted by expert, stably.
             rows: ``[tokens, k]`` int64, its inverse.
         """
-        each = len(self.held(count))
+        each = len(self.held(offsets.shape[0] - 1))
         (tokens, k), device = experts.shape, experts.device
-        of_row = experts.reshape(-1).index_select(0, order)
-        first = torch.searchsorted(of_row, torch.arange(count + 1, device=device))  # of each expert's assignments in order
+        first = offsets.long()
         going = (first[1:] - first[:-1]).view(self.size, each)
         coming = self.exchange(going, context, who, "splits")  # [source, expert here]
         if host_reads(experts):
@@ -152,13 +158,11 @@ class ExpertParallel:
             shift = torch.arange(self.size, device=device) * most - start
             places = rows + shift.index_select(0, experts.reshape(-1) // each).view_as(rows)
             splits = None
-        bounds = coming.sum(dim=0).cumsum(dim=0)
-        offsets = torch.cat([bounds.new_zeros(1), bounds]).to(torch.int32)
-        of_row, arrived = torch.sort(of_slot.reshape(-1), stable=True)
-        back = torch.sort(arrived).indices
+        groups, arrived, back = by_group(of_slot.reshape(-1), each + 1)  # the last: padding, which is no group
+        groups = Groups(groups.offsets[:-1], groups.of_row)
         if not arrived.shape[0]:  # nothing came: one row of padding, since there are things that need a row
-            of_row, arrived = of_row.new_full((1,), each), arrived.new_zeros(1)
-        return Dispatch(Groups(offsets, of_row), slots, places, arrived, back, self, who, splits)
+            groups, arrived = replace(groups, of_row=groups.of_row.new_full((1,), each)), arrived.new_zeros(1)
+        return Dispatch(groups, slots, places, arrived, back, self, who, splits)
 
 
 @dataclass(frozen=True)

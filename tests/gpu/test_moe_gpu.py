@@ -37,6 +37,13 @@ from tests.unit.test_kernels_experts import (  # noqa: F401
     test_forward,
     test_what_is_no_number_stays_visible,
 )
+from tests.unit.test_kernels_routing import (  # noqa: F401
+    test_every_sort,
+    test_routing_of_tokens,
+    test_rows_that_travel,
+    test_sorts_of_microbatches,
+    test_what_a_capture_is_told,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
