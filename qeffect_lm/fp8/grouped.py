@@ -18,7 +18,7 @@ import torch
 
 from qeffect_lm import kernels
 from qeffect_lm.contract.ledger import Scope
-from qeffect_lm.contract.timeline import EMPTY
+from qeffect_lm.contract.timeline import EMPTY, ScaleTimeline
 from qeffect_lm.fp8.gemm import accumulate_mm
 from qeffect_lm.fp8.quantise import Format, dequantise, scale_of_amax
 from qeffect_lm.fp8.recipes import FORMATS, DelayedScaling, Recipe
@@ -92,6 +92,37 @@ class Rows:
         return [tensor for tensor in (self.rows, self.scale_inv, self.columns) if tensor is not None]
 
 
+@dataclass(frozen=True)
+class Scales:
+    """What each group's rows are multiplied with, and the inverse of it, correctly rounded; ``[groups]`` float32."""
+
+    scale: torch.Tensor
+    scale_inv: torch.Tensor
+
+    @classmethod
+    def of(cls, scale: torch.Tensor) -> Scales:
+        return cls(scale, scale.reciprocal())
+
+
+@dataclass(frozen=True)
+class RoleRows:
+    """Where the groups' roles lie in the timeline's tensors: what kernels find their scales by.
+
+    Attributes:
+        rows: as the host has it, with which every use is compared: a timeline has its own order.
+        table: the same on the device, ``[groups]`` int64.
+    """
+
+    rows: tuple[int, ...]
+    table: torch.Tensor
+
+    @classmethod
+    def of(cls, timeline: ScaleTimeline, roles: Sequence[str]) -> RoleRows:
+        """(Not inside a capture: it copies from the host.)"""
+        rows = tuple(timeline.index[role] for role in roles)
+        return cls(rows, torch.tensor(rows, dtype=torch.int64, device=timeline.scale.device))
+
+
 PLACES = 16
 """Each group's columns begin at a multiple of this: as many FP8 values as one load takes."""
 
@@ -138,9 +169,14 @@ def amax_of_groups(x: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 
 def group_scales(
-    recipe: Recipe, layers: Sequence[str], kind: str, amax: torch.Tensor, scope: Scope | None
-) -> torch.Tensor:
-    """The scales ``[groups]`` that the groups' rows are quantised with; ``layers`` names each group's linear.
+    recipe: Recipe,
+    layers: Sequence[str],
+    kind: str,
+    amax: torch.Tensor,
+    scope: Scope | None,
+    rows: RoleRows | None = None,
+) -> Scales:
+    """The scales that the groups' rows are quantised with; ``layers`` names each group's linear.
 
     Delayed scaling reports the groups' amax, and takes its history's scale; a group that has never had an amax takes the one
     of these very rows, until its first is rolled in. That is decided on the device: to the host every group reports, and the
@@ -150,32 +186,58 @@ def group_scales(
         kind: ``input`` or ``grad_output``.
         amax: :func:`amax_of_groups`.
         scope: None where nothing may be recorded (evaluation).
+        rows: of the roles, for the kernel, which needs them under delayed scaling.
+
+    Raises:
+        RuntimeError: ``rows`` are missing on a GPU, or are not those of the recipe's timeline.
     """
-    fmt = FORMATS[kind]
+    fmt, by_kernel = FORMATS[kind], kernels.usable(amax)
+    if by_kernel:
+        from qeffect_lm.kernels import scales
     if not isinstance(recipe, DelayedScaling):
-        return scale_of_amax(amax, fmt, getattr(recipe, "margin", 0))
-    timeline, roles = recipe.timeline, [f"{layer}.{kind}" for layer in layers]
+        margin = getattr(recipe, "margin", 0)
+        return scales.current(amax, fmt, margin) if by_kernel else Scales.of(scale_of_amax(amax, fmt, margin))
+    timeline, roles = recipe.timeline, roles_of_groups(layers, kind)
     if scope is not None:
         for role in roles:
             scope.read_scale(role)
             scope.report_amax(role)
+    if by_kernel:
+        return scales.held(amax, fmt, timeline, _table_of(rows, timeline, roles), merge=scope is not None)
+    if scope is not None:
         merge_amax(recipe, layers, kind, amax)
     held = torch.stack([timeline.scale_of(role) for role in roles])
     seen = torch.stack([timeline.history_of(role) for role in roles]).amax(dim=1) > 0
-    return torch.where(seen, held, scale_of_amax(amax, fmt, timeline.margin))
+    return Scales.of(torch.where(seen, held, scale_of_amax(amax, fmt, timeline.margin)))
+
+
+def roles_of_groups(layers: Sequence[str], kind: str) -> list[str]:
+    """The role of each group's rows."""
+    return [f"{layer}.{kind}" for layer in layers]
+
+
+def _table_of(rows: RoleRows | None, timeline: ScaleTimeline, roles: Sequence[str]) -> torch.Tensor:
+    if rows is None:
+        raise RuntimeError(f"the row of {roles[0]!r} was not bound for this GPU: call layers.moe.bind_experts(module)")
+    found = tuple(timeline.index.get(role) for role in roles)
+    if rows.rows != found or rows.table.device != timeline.scale.device:
+        raise RuntimeError(
+            f"{roles[0]!r} and its group were bound to rows of another timeline: call layers.moe.bind_experts(module) again"
+        )
+    return rows.table
 
 
 def merge_amax(recipe: Recipe, layers: Sequence[str], kind: str, amax: torch.Tensor) -> None:
     """Max-merge ``amax`` ``[groups]`` into the roles' open slots; EMPTY leaves a slot as it is."""
     if isinstance(recipe, DelayedScaling):
-        slots = [recipe.timeline.slot_of(f"{layer}.{kind}") for layer in layers]
+        slots = [recipe.timeline.slot_of(role) for role in roles_of_groups(layers, kind)]
         torch._foreach_maximum_(slots, list(amax.unbind()))
 
 
 def quantise_groups(
-    x: torch.Tensor, scale: torch.Tensor, fmt: Format, groups: Groups, *, rows: bool = True, columns: bool = False
+    x: torch.Tensor, scales: Scales, fmt: Format, groups: Groups, *, rows: bool = True, columns: bool = False
 ) -> Rows:
-    """``saturate(x * scale of its group)`` ``[rows, features]``, with the scales' inverses.
+    """``saturate(x * scale of its group)`` ``[rows, features]``, with the scales' inverses as they are given.
 
     Args:
         rows, columns: which layouts to make. Without a GPU there are no columns, and always rows: W reads those.
@@ -183,10 +245,10 @@ def quantise_groups(
     if kernels.quantises(x):
         from qeffect_lm.kernels import grouped
 
-        return grouped.quantise(x, scale, fmt, groups, rows=rows, columns=columns)
+        return grouped.quantise(x, scales, fmt, groups, rows=rows, columns=columns)
     of_row = groups.of_row.clamp(max=groups.count - 1)  # padding takes the last one's
-    q = (x.float() * scale[of_row][:, None]).clamp_(-fmt.max, fmt.max).to(fmt.dtype)
-    return Rows(q, scale.reciprocal(), _columns(q, groups) if columns and kernels.usable(x) else None)
+    q = (x.float() * scales.scale[of_row][:, None]).clamp_(-fmt.max, fmt.max).to(fmt.dtype)
+    return Rows(q, scales.scale_inv, _columns(q, groups) if columns and kernels.usable(x) else None)
 
 
 def _columns(q: torch.Tensor, groups: Groups) -> torch.Tensor:

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qeffect_lm.fp8.grouped import PLACES, Groups, Matrices, Rows, places_of
+from qeffect_lm.fp8.grouped import PLACES, Groups, Matrices, Rows, Scales, places_of
 from qeffect_lm.fp8.quantise import Format
 from qeffect_lm.kernels import launched
 from qeffect_lm.kernels.tables import Tile
@@ -272,9 +272,9 @@ def _quantise_kernel(
             tl.store(columns + column.to(tl.int64)[:, None] * pitch + place[None, :], tl.trans(q), mask=mask)
 
 
-def quantise(x: torch.Tensor, scale: torch.Tensor, fmt: Format, groups: Groups, *, rows: bool, columns: bool) -> Rows:
+def quantise(x: torch.Tensor, scales: Scales, fmt: Format, groups: Groups, *, rows: bool, columns: bool) -> Rows:
     """:func:`qeffect_lm.fp8.grouped.quantise_groups`; the reference's bytes (of a NaN, up to its sign)."""
-    x = x.contiguous()
+    x, scale = x.contiguous(), scales.scale
     (m, k), places = x.shape, places_of(groups, x.shape[0])
     made = torch.empty(m, k, dtype=fmt.dtype, device=x.device) if rows else None
     turned = torch.empty(k, places, dtype=fmt.dtype, device=x.device) if columns else None
@@ -286,7 +286,7 @@ def quantise(x: torch.Tensor, scale: torch.Tensor, fmt: Format, groups: Groups, 
         ROWS=rows, COLUMNS=columns, E5M2=fmt.name == "E5M2", COUNT=_count(groups),
         TILE_M=tile.rows, TILE_K=tile.columns, STRIP=STRIP, num_warps=tile.warps,
     )  # fmt: skip
-    return Rows(made, scale.reciprocal(), turned)
+    return Rows(made, scales.scale_inv, turned)
 
 
 def product(

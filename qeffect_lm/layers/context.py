@@ -30,12 +30,12 @@ class Rerun:
 
     Attributes:
         tail: its last linear, whose product I does not need again; None: all of it runs.
-        scales: layer → the scale that F quantised its input with.
+        scales: layer → the scale that F quantised its input with, or None; of groups their scales with the inverses.
         first: F is running; False: I is, right before it goes back through the piece.
     """
 
     tail: Any = None
-    scales: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    scales: dict[str, Any] = field(default_factory=dict)
     first: bool = True
 
 

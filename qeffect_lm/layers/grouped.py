@@ -22,7 +22,9 @@ from qeffect_lm.errors import UsageError
 from qeffect_lm.fp8.grouped import (
     Groups,
     Matrices,
+    RoleRows,
     Rows,
+    Scales,
     accumulate_grouped_mm,
     addresses,
     amax_of_groups,
@@ -30,13 +32,15 @@ from qeffect_lm.fp8.grouped import (
     grouped_mm,
     merge_amax,
     quantise_groups,
+    roles_of_groups,
 )
-from qeffect_lm.fp8.recipes import FORMATS
+from qeffect_lm.fp8.recipes import FORMATS, DelayedScaling
 from qeffect_lm.layers.base import Deferred
 from qeffect_lm.layers.context import LayerContext, Phase, Rerun
 from qeffect_lm.layers.linear import SplitLinear
 
 _TABLES = ("weight", "rows", "columns", "scale_inv", "grad")
+_KINDS = ("input", "grad_output")  # what of groups has a scale for each group
 
 
 class ExpertLinear(SplitLinear):
@@ -85,6 +89,9 @@ class GroupedLinear(Deferred):
         self.in_features, self.out_features = experts[0].in_features, experts[0].out_features
         for table in _TABLES:
             self.register_buffer(f"{table}_table", None, persistent=False)
+        for kind in _KINDS:
+            self.register_buffer(f"{kind}_roles_table", None, persistent=False)
+        self._role_rows: dict[str, tuple[int, ...]] = {}  # kind → what its table says
 
     @property
     def defers(self) -> bool:
@@ -114,14 +121,13 @@ class GroupedLinear(Deferred):
         if self._in_fp8(context):
             assert self.recipe is not None
             if again:
-                scale = rerun.scales[self.name]  # type: ignore[union-attr]
-                assert scale is not None
+                scales: Scales = rerun.scales[self.name]  # type: ignore[union-attr]
             else:
-                scale = self._scales("input", x, groups, context, amax)
+                scales = self._scales("input", x, groups, context, amax)
             if rerun is not None and not again:
-                rerun.scales[self.name] = scale
+                rerun.scales[self.name] = scales
             kept, unread = context.training and self.defers and (rerun is None or again), again and self._ends(rerun)
-            operand = quantise_groups(x, scale, FORMATS["input"], groups, rows=not unread, columns=kept)
+            operand = quantise_groups(x, scales, FORMATS["input"], groups, rows=not unread, columns=kept)
         else:
             self._observe("input", x, groups, amax)
             operand = Rows(x)
@@ -142,9 +148,9 @@ class GroupedLinear(Deferred):
     ) -> torch.Tensor:
         """I on ``[rows, out]`` → dx ``[rows, in]``, and dY into the lease; ``amax`` as for :meth:`product`, of ``dy``."""
         if self._in_fp8(context):
-            scale = self._scales("grad_output", dy, groups, context, amax)
+            scales = self._scales("grad_output", dy, groups, context, amax)
             kept = context.training and self.defers
-            operand = quantise_groups(dy, scale, FORMATS["grad_output"], groups, columns=kept)
+            operand = quantise_groups(dy, scales, FORMATS["grad_output"], groups, columns=kept)
         else:
             self._observe("grad_output", dy, groups, amax)
             operand = Rows(dy)
@@ -171,10 +177,13 @@ class GroupedLinear(Deferred):
 
     def _scales(
         self, kind: str, x: torch.Tensor, groups: Groups, context: LayerContext, amax: torch.Tensor | None
-    ) -> torch.Tensor:
+    ) -> Scales:
         assert self.recipe is not None
         scope = context.active_scope() if context.training else None
-        return group_scales(self.recipe, self.names, kind, amax_of_groups(x, groups) if amax is None else amax, scope)
+        table = getattr(self, f"{kind}_roles_table")
+        rows = None if table is None else RoleRows(self._role_rows[kind], table)
+        amax = amax_of_groups(x, groups) if amax is None else amax
+        return group_scales(self.recipe, self.names, kind, amax, scope, rows)
 
     def _observe(self, kind: str, x: torch.Tensor, groups: Groups, amax: torch.Tensor | None) -> None:
         """Calibration: what of this would be in FP8 has its amax recorded."""
@@ -213,7 +222,7 @@ class GroupedLinear(Deferred):
         return Matrices(tuple(tensors), getattr(self, f"{table}_table"))
 
     def bind(self) -> None:
-        """Make the tables of addresses that kernels read."""
+        """Make the tables that kernels read: of addresses, and of the roles' rows in the timeline."""
         made: dict[str, list[Any]] = {
             "weight": [expert.weight for expert in self.experts],
             "grad": [expert.main_grad for expert in self.experts],
@@ -224,3 +233,8 @@ class GroupedLinear(Deferred):
         for table, tensors in made.items():
             there = all(tensor is not None for tensor in tensors)
             setattr(self, f"{table}_table", addresses(tensors) if there else None)
+        if isinstance(self.recipe, DelayedScaling):
+            for kind in _KINDS:
+                found = RoleRows.of(self.recipe.timeline, roles_of_groups(self.names, kind))
+                self._role_rows[kind] = found.rows
+                setattr(self, f"{kind}_roles_table", found.table)

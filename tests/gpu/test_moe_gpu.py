@@ -16,6 +16,7 @@ from qeffect_lm.fp8.grouped import (
     Groups,
     Matrices,
     Rows,
+    Scales,
     accumulate_grouped_mm,
     addresses,
     amax_of_groups,
@@ -43,6 +44,18 @@ from tests.unit.test_kernels_routing import (  # noqa: F401
     test_rows_that_travel,
     test_sorts_of_microbatches,
     test_what_a_capture_is_told,
+)
+from tests.unit.test_kernels_scales import (  # noqa: F401
+    test_a_capture_is_told,
+    test_a_layer_finds_its_rows_again,
+    test_any_length_of_history,
+    test_any_number_of_groups,
+    test_current_scaling,
+    test_current_scaling_of_any_amax,
+    test_delayed_scaling_of_any_amax,
+    test_every_pair_of_slot_and_amax,
+    test_rows_of_another_timeline_are_refused,
+    test_the_layer,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -89,7 +102,7 @@ def test_products_against_float64(sizes: list[int], kind: str) -> None:
         scales = matrices([one.scale_inv for one in cached])
         weights, back = matrices([one.rows for one in cached]), matrices([one.columns for one in cached])
         operands = [
-            quantise_groups(t, scale_of_amax(amax_of_groups(t, groups), fmt), fmt, groups, columns=True)
+            quantise_groups(t, Scales.of(scale_of_amax(amax_of_groups(t, groups), fmt)), fmt, groups, columns=True)
             for t, fmt in ((x, E4M3), (dy, E5M2))
         ]
         values = [one.rows.double() * one.scale_inv.double() for one in cached]
@@ -132,7 +145,7 @@ def test_tiles_of_w_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = groups_of(SIZES["ragged"])
     x, dy = (made(sum(SIZES["ragged"]), width, seed=width, dtype=torch.bfloat16) for width in (K, N))
     operands = [
-        quantise_groups(t, scale_of_amax(amax_of_groups(t, groups), fmt), fmt, groups, columns=True)
+        quantise_groups(t, Scales.of(scale_of_amax(amax_of_groups(t, groups), fmt)), fmt, groups, columns=True)
         for t, fmt in ((x, E4M3), (dy, E5M2))
     ]
     found = []

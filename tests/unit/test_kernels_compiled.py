@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,14 +24,18 @@ import json, re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from qeffect_lm.kernels import experts, grouped
+from qeffect_lm.kernels import experts, grouped, scales
 
 POINTERS = {"x", "table", "like", "x_scale_inv", "scale_table", "out", "offsets", "dy", "dy_scale_inv", "hidden", "row_weights",
-            "d_weighted", "group_of_row", "d_hidden", "of_rows", "amax", "rows", "places"}
+            "d_weighted", "group_of_row", "d_hidden", "of_rows", "amax", "rows", "places", "role_rows", "held",
+            "history", "open_amax", "scale", "scale_inv"}
 
 
 def ptx(kernel, tiles, types, **constants):
-    options = tiles.options() if isinstance(tiles, grouped._Tiles) else experts._cut(tiles) | {"num_stages": 3}
+    if isinstance(tiles, dict):
+        options = tiles | {"num_stages": 3}
+    else:
+        options = tiles.options() if isinstance(tiles, grouped._Tiles) else experts._cut(tiles) | {"num_stages": 3}
     warps, stages = options.pop("num_warps"), options.pop("num_stages")
     constants |= options
     names = kernel.arg_names
@@ -74,12 +79,19 @@ for name, kernel, tile, constants in (
     ("amax", experts._amax_kernel, experts.AMAX, {}), ("added", experts._added_kernel, experts.ADDED, {"PARTS": 2}),
 ):
     between[name] = counted(ptx(kernel, tile, types, **constants))
-print(json.dumps([found, between]))
+text = ptx(
+    scales._scales_kernel, {"TILE_G": scales.GROUPS, "TILE_H": 16, "num_warps": scales.WARPS},
+    {"role_rows": "*i64"} | dict.fromkeys(("amax", "held", "history", "open_amax", "scale", "scale_inv"), "*fp32"),
+    HELD=True, MERGE=True, LARGEST=448.0, BELOW=0.5)
+rounded = {name: len(re.findall(pattern, text)) for name, pattern in (
+    ("quotients", r"\\b(div|rcp)\\.[\\w.]*f32"), ("exact", r"\\bdiv\\.rn\\.f32"), ("flushed", r"\\.ftz"),
+    ("fused", r"\\bfma\\."))}
+print(json.dumps([found, between, rounded]))
 """
 
 
-def compiled(folder: Path, aligned: bool) -> list[dict[str, dict[str, int]]]:
-    """How many of which instructions each kernel has: the products, and what stands between them."""
+def compiled(folder: Path, aligned: bool) -> list[dict[str, Any]]:
+    """How many of which instructions each kernel has: the products, and what stands between them; the quotients of scales."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder)
     (folder / "compiled.py").write_text(CODE.replace("ALIGNED=ALIGNED", f"ALIGNED={aligned}"))
@@ -90,15 +102,16 @@ def compiled(folder: Path, aligned: bool) -> list[dict[str, dict[str, int]]]:
 
 def test_tensor_cores_and_whole_loads(tmp_path):
     """Hopper's warpgroup products, fed by copies of 16 bytes past the registers; nothing is loaded or stored by the byte."""
-    products, between = compiled(tmp_path, True)
+    products, between, scales = compiled(tmp_path, True)
     for name, count in products.items():
         assert count["wgmma"] >= 4 and count["mma"] == 0 and count["async"] >= 12 and count["narrow"] == 0, (name, count)
     for name, count in between.items():
         assert count["vectors"] >= 4 and count["narrow"] == 0, (name, count)
+    assert scales["quotients"] == scales["exact"] >= 2 and not scales["flushed"] + scales["fused"], "as torch rounds"
 
 
 @pytest.mark.long
 def test_an_address_of_no_alignment_is_what_it_costs(tmp_path):
     """The control: without the promise about addresses the weights come byte by byte."""
-    found, _ = compiled(tmp_path, False)
+    found, *_ = compiled(tmp_path, False)
     assert found["F"]["narrow"] >= 32 and found["I"]["narrow"] >= 32 and found["F bfloat16"]["narrow"] >= 32

@@ -13,6 +13,7 @@ from qeffect_lm.fp8.grouped import (
     Groups,
     Matrices,
     Rows,
+    Scales,
     accumulate_grouped_mm,
     addresses,
     amax_of_groups,
@@ -51,7 +52,7 @@ def matrices(tensors: list[torch.Tensor]) -> Matrices:
 
 
 def fp8(x: torch.Tensor, groups: Groups, fmt=E4M3) -> Rows:
-    return quantise_groups(x, scale_of_amax(amax_of_groups(x, groups), fmt), fmt, groups, columns=True)
+    return quantise_groups(x, Scales.of(scale_of_amax(amax_of_groups(x, groups), fmt)), fmt, groups, columns=True)
 
 
 def close(got: torch.Tensor, want: torch.Tensor, fp8: bool = False) -> None:
@@ -115,9 +116,9 @@ def test_quantised_rows_are_the_references_bytes(fmt) -> None:
     groups = groups_of([3, 0, 70])
     x = values(73, K, seed=3, dtype=torch.bfloat16)
     scale = torch.tensor([2.0, 5.0, 400.0], device=DEVICE)  # the last saturates
-    made = quantise_groups(x, scale, fmt, groups)
+    made = quantise_groups(x, Scales.of(scale), fmt, groups)
     with reference():
-        want = quantise_groups(x, scale, fmt, groups)
+        want = quantise_groups(x, Scales.of(scale), fmt, groups)
     assert same_bits(made.rows.view(torch.uint8), want.rows.view(torch.uint8)) and same_bits(made.scale_inv, want.scale_inv)
     assert torch.equal(dequantise(made.rows[:3], made.scale_inv[0]), quantise(x[:3], scale[0], fmt).rows.float() / 2)
 
@@ -130,10 +131,10 @@ def test_columns_begin_at_multiples_of_16(sizes: list[int]) -> None:
     x = values(m + more, K, seed=3, dtype=torch.bfloat16)
     x[m:] = float("nan")
     scale = torch.tensor([2.0, 5.0, 400.0], device=DEVICE)
-    made = quantise_groups(x, scale, E4M3, padded, columns=True)
+    made = quantise_groups(x, Scales.of(scale), E4M3, padded, columns=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("qeffect_lm.kernels.quantises", lambda tensor: False)  # as for float32 on a GPU
-        want = quantise_groups(x, scale, E4M3, padded, columns=True)
+        want = quantise_groups(x, Scales.of(scale), E4M3, padded, columns=True)
     assert made.columns is not None and want.columns is not None and made.columns.shape == (K, -(-(m + more) // 16) * 16 + 48)
     assert same_bits(made.columns.view(torch.uint8), want.columns.view(torch.uint8))
     place = 0

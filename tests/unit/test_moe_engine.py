@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from argparse import Namespace
 from collections.abc import Callable
@@ -19,9 +20,13 @@ from qeffect_lm.app.dry_run import describe
 from qeffect_lm.app.inference import _unseen, load_for_inference
 from qeffect_lm.app.replay import replay
 from qeffect_lm.config import Config
+from qeffect_lm.contract.errors import CaptureError
 from qeffect_lm.contract.timeline import EMPTY, ScaleTimeline
-from qeffect_lm.fp8.grouped import Groups, amax_of_groups, group_scales, merge_amax
+from qeffect_lm.fp8.grouped import Groups, RoleRows, amax_of_groups, group_scales, merge_amax
 from qeffect_lm.fp8.recipes import DelayedScaling
+from qeffect_lm.graphs.recorder import Recorder
+from qeffect_lm.graphs.register import Rule
+from qeffect_lm.layers.moe import bind_experts, mixtures
 from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.runtime.launch import LaunchEnv
 from qeffect_lm.runtime.routing import routing_metrics
@@ -199,12 +204,77 @@ def test_a_first_amax_is_current() -> None:
         line.history_of("a.input")[1] = 5.0
         line.scale_of("a.input").fill_(20.0)
         got = group_scales(recipe, names, "input", amax_of_groups(x, groups), None)
-        assert got.tolist() == [20.0, 448 / 7, 1.0] and bool((line.open_amax == EMPTY).all())
+        assert got.scale.tolist() == [20.0, 448 / 7, 1.0] and bool((line.open_amax == EMPTY).all())
         merge_amax(recipe, names, "input", amax_of_groups(x, groups))
         assert [float(line.slot_of(f"{name}.input")) for name in names] == [3.0, 7.0, EMPTY]
     spoilt = x.clone()
     spoilt[2, 1] = float("nan")
     assert amax_of_groups(spoilt, groups)[1].isnan(), "not lost"
+
+
+def bound(monkeypatch: pytest.MonkeyPatch, **keys: Any) -> Assembly:
+    """Captured, with the tables that kernels read; nothing reads them here."""
+    everywhere = lambda chunks, device, native: [bind_experts(chunk) for chunk in chunks]  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr("qeffect_lm.app.assemble._bind_libraries", everywhere)
+        return assemble(config(**settings(graphs__backend="host_replay", **keys)))
+
+
+def test_graphs_and_resumed_runs_find_the_rows_of_roles(eager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel finds scales by is constant, and that of the timeline whose tensors the graphs read: a resumed run loads
+    those in place, and its own order of roles is its own; a replaced tensor is an error before the next step."""
+    one = bound(monkeypatch)
+    route(one, ASLEEP)
+    one.prepare(two(0))
+    for number in range(2):
+        route(one, STEPS[number])
+        one.engine.step(number, two(number))
+    mesh = Mesh({})
+    save(one, tmp_path, 2, SingleProcess(), mesh)
+    other = bound(monkeypatch)
+    line = other.timeline
+    before = {name: getattr(line, name).data_ptr() for name in ("scale", "history", "open_amax")}
+    restore(open_checkpoint(tmp_path / "step_00000002"), other, Anywhere(), SingleProcess(), mesh.coords, dict(mesh.sizes))
+    assert before == {name: getattr(line, name).data_ptr() for name in before}
+    rules = {entry.tensor.data_ptr(): entry.rule for entry in other.register.entries}
+    for moe in mixtures(other.engine.stages[0].chunk):
+        for layer, kind in itertools.product((moe.gate_up, moe.down), ("input", "grad_output")):
+            table = getattr(layer, f"{kind}_roles_table")
+            assert [line.roles[row].name for row in table.tolist()] == [f"{name}.{kind}" for name in layer.names]
+            assert rules[table.data_ptr()] is Rule.CONSTANT
+    route(other, STEPS[2])
+    assert float(other.engine.step(2, two(2)).loss) == eager[0][2]
+    line.history = line.history.clone()
+    with pytest.raises(CaptureError, match="timeline/history"):
+        other.engine.step(3, two(3))
+
+
+def test_a_capture_refuses_rows_that_were_bound_after_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph reads the tables of the register, or there is none."""
+    from tests.unit.test_kernels_scales import nothing_runs
+
+    assembly = bound(monkeypatch)
+    chunk = assembly.engine.stages[0].chunk
+    layer = mixtures(chunk)[0].down
+
+    def captured() -> list[str]:
+        recorder = Recording("F", assembly.register, ())
+        with nothing_runs(monkeypatch), monkeypatch.context() as patch, recorder:
+            patch.setattr("qeffect_lm.kernels.usable", lambda tensor: True)
+            rows = RoleRows(layer._role_rows["input"], layer.input_roles_table)
+            group_scales(layer.recipe, layer.names, "input", torch.zeros(EXPERTS), None, rows)
+        return recorder.lines
+
+    (line,) = [line for line in captured() if line.startswith("group_scales")]
+    assert "mlp.down.input_roles_table" in line and all(f"timeline/{name}" in line for name in ("scale", "history"))
+    bind_experts(chunk)
+    with pytest.raises(CaptureError, match=r"kernel group_scales .* tensor \(6,\) torch.int64 that the hidden-state register"):
+        captured()
+
+
+class Recording(Recorder):
+    def keep(self, made: torch.Tensor) -> None:
+        self.constants.append(made)
 
 
 def test_generation_knows_of_experts_without_an_amax() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from qeffect_lm.fp8.grouped import Groups, Matrices, Rows, accumulate_grouped_mm, addresses, grouped_mm, quantise_groups
+from qeffect_lm.fp8.grouped import Groups, Matrices, Rows, Scales, accumulate_grouped_mm, addresses, grouped_mm, quantise_groups
 from qeffect_lm.fp8.quantise import E4M3, E5M2, Format, quantise
 from qeffect_lm.kernels.cublaslt import CublasLt
 from tools.benchmarks.kernels import new, scalar, time_us
@@ -142,8 +142,8 @@ class _Layer:
         return lambda: grouped_mm(x, w, groups, torch.bfloat16, weight_scale_inv=scales, fast_accumulation=fast)
 
     def _quantised(self, width: int, fmt: Format, *, columns: bool) -> Rows:
-        scale = torch.full((self.experts,), 20.0, device="cuda")
-        return quantise_groups(new(self.rows, width), scale, fmt, self.groups, rows=not columns, columns=columns)
+        scales = Scales.of(torch.full((self.experts,), 20.0, device="cuda"))
+        return quantise_groups(new(self.rows, width), scales, fmt, self.groups, rows=not columns, columns=columns)
 
     def forward(self) -> Made:
         return self._product(self.out, self.inner, E4M3)
