@@ -1,7 +1,7 @@
 """The kernels of experts compiled for an H200 (no GPU is needed for that): what makes them fast is in the code that comes out.
 
 A table of addresses tells the compiler nothing about alignment. Where it is not told, the tensor cores wait for loads of single
-bytes: 27 TFLOP/s instead of a thousand, and every number right.
+bytes: a sixth of the speed on an H200, and every number right.
 """
 
 from __future__ import annotations
