@@ -124,11 +124,7 @@ class _Route(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, router: Router, context: LayerContext) -> tuple[torch.Tensor, torch.Tensor]:
         logits = router.logits(x)
-        probabilities = torch.softmax(logits, dim=-1)
-        order = torch.argsort(logits, dim=-1, descending=True, stable=True)  # probabilities may underflow, and tie at 0
-        experts = order[:, : router.top_k].contiguous()
-        best = probabilities.gather(1, experts)
-        weights = best / best.sum(dim=-1, keepdim=True) if router.normalise else best
+        weights, experts = chosen(logits, router.top_k, normalise=router.normalise)
         ctx.save_for_backward(x, logits, experts)
         ctx.router, ctx.context = router, context
         ctx.mark_non_differentiable(experts)
@@ -138,29 +134,51 @@ class _Route(torch.autograd.Function):
     def backward(ctx: Any, d_weights: torch.Tensor, _: Any) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         x, logits, experts = ctx.saved_tensors
         router: Router = ctx.router
-        context: LayerContext = ctx.context
-        probabilities = torch.softmax(logits, dim=-1)
-        d_best = d_weights
-        if router.normalise:
-            best = probabilities.gather(1, experts)
-            total = best.sum(dim=-1, keepdim=True)
-            d_best = (d_weights - (d_weights * best).sum(dim=-1, keepdim=True) / total) / total
-        numbers = torch.arange(router.experts, device=x.device)
-        chosen = [experts[:, j : j + 1] == numbers for j in range(router.top_k)]
-        d_probabilities = torch.zeros_like(probabilities)
-        assigned = torch.zeros_like(probabilities)
-        for j, mine in enumerate(chosen):
-            d_probabilities = torch.where(mine, d_best[:, j : j + 1], d_probabilities)
-            assigned = assigned + mine
-        d_z = None
-        if context.divisor is not None:
-            d_balance, d_z = _losses(router, context, logits, probabilities, assigned)
-            d_probabilities = d_probabilities + d_balance
-        d_logits = probabilities * (d_probabilities - (d_probabilities * probabilities).sum(dim=-1, keepdim=True))
-        if d_z is not None:
-            d_logits = d_logits + d_z
-        router.weight_grad(d_logits, x, context)
+        made = _fused_backward if kernels.usable(logits) else _backward
+        d_logits = made(router, ctx.context, logits, experts, d_weights)
+        router.weight_grad(d_logits, x, ctx.context)
         return router.input_grad(d_logits, x.dtype), None, None
+
+
+def chosen(logits: torch.Tensor, top_k: int, *, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[tokens, experts]`` → each token's experts' weights, in the logits' dtype, and numbers, int64: ``[tokens, top_k]``.
+
+    A NaN is above all numbers, and makes its token's weights NaN.
+    """
+    if kernels.usable(logits):
+        from qeffect_lm.kernels import router as fused
+
+        return fused.choose(logits, top_k, normalise=normalise)
+    probabilities = torch.softmax(logits, dim=-1)
+    order = torch.argsort(logits, dim=-1, descending=True, stable=True)  # probabilities may underflow, and tie at 0
+    experts = order[:, :top_k].contiguous()
+    best = probabilities.gather(1, experts)
+    return best / best.sum(dim=-1, keepdim=True) if normalise else best, experts
+
+
+def _backward(
+    router: Router, context: LayerContext, logits: torch.Tensor, experts: torch.Tensor, d_weights: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of the logits: of the weights' ``d_weights``, and of both losses, whose values go into the statistics."""
+    probabilities = torch.softmax(logits, dim=-1)
+    d_best = d_weights
+    if router.normalise:
+        best = probabilities.gather(1, experts)
+        total = best.sum(dim=-1, keepdim=True)
+        d_best = (d_weights - (d_weights * best).sum(dim=-1, keepdim=True) / total) / total
+    numbers = torch.arange(router.experts, device=logits.device)
+    d_probabilities = torch.zeros_like(probabilities)
+    assigned = torch.zeros_like(probabilities)
+    for j in range(router.top_k):
+        mine = experts[:, j : j + 1] == numbers
+        d_probabilities = torch.where(mine, d_best[:, j : j + 1], d_probabilities)
+        assigned = assigned + mine
+    d_z = None
+    if context.divisor is not None:
+        d_balance, d_z = _losses(router, context, logits, probabilities, assigned)
+        d_probabilities = d_probabilities + d_balance
+    d_logits = probabilities * (d_probabilities - (d_probabilities * probabilities).sum(dim=-1, keepdim=True))
+    return d_logits if d_z is None else d_logits + d_z
 
 
 def _losses(
@@ -168,23 +186,56 @@ def _losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of both losses, of the probabilities and of the logits; their values into the statistics."""
     assert context.divisor is not None
-    divisor = context.divisor.to(logits.dtype)
-    valid = torch.ones_like(logits[:, :1])
-    if context.loss_mask is not None:
-        mask = context.loss_mask.reshape(-1, 1)
-        valid = mask[slice(None) if router.tp is None else router.tp.tokens(mask.shape[0])].to(logits.dtype)
+    divisor, mask = context.divisor.to(logits.dtype), _mask(router, context, logits)
+    valid = torch.ones_like(logits[:, :1]) if mask is None else mask[:, None]
     counts = (assigned * valid).sum(dim=0)
-    tokens, everywhere = valid.sum(), counts
-    if router.parallel is not None and router.parallel.cut > 1:  # whole numbers: their sum is exact in any order
-        told = router.parallel.sum_over_tokens(torch.cat([tokens[None], counts]), context, router.name)
-        tokens, everywhere = told[0], told[1:]
+    told = _everywhere(router, context, torch.cat([valid.sum()[None], counts]))
+    tokens, everywhere = told[0], told[1:]
     share = everywhere / tokens.clamp(min=1)  # of a microbatch of padding alone: 0
     size = torch.logsumexp(logits, dim=-1, keepdim=True)
-    balance, z = router.losses.balance / router.losses.layers, router.losses.z / router.losses.layers
+    balance, z = _coefficients(router)
     part = valid / divisor  # a token's part of a mean over the step
     if router.statistics is not None and context.training:
         values = router.experts * (share * (probabilities * part).sum(dim=0)).sum(), (size.square() * part).sum()
         made = torch.cat([torch.stack(values), counts]).double()
         out = router.statistics
         out.add_(made) if context.active_scope().beta else out.copy_(made)
-    return balance * router.experts * share * part, 2 * z * size * part * probabilities
+    return balance * share * part, z * size * part * probabilities
+
+
+def _fused_backward(
+    router: Router, context: LayerContext, logits: torch.Tensor, experts: torch.Tensor, d_weights: torch.Tensor
+) -> torch.Tensor:
+    """:func:`_backward` by kernels: one over the microbatch for the sums that both losses take, one for the gradient."""
+    from qeffect_lm.kernels import router as fused
+
+    losses = None
+    if context.divisor is not None:
+        mask = _mask(router, context, logits)
+        sums = fused.sums(logits, experts, mask, context.divisor)
+        told = _everywhere(router, context, sums[: 1 + router.experts])
+        statistics = router.statistics if context.training else None
+        adds = statistics is not None and bool(context.active_scope().beta)
+        losses = fused.Losses(mask, context.divisor, sums, told, *_coefficients(router), statistics, adds)
+    return fused.backward(logits, experts, d_weights, losses, normalise=router.normalise)
+
+
+def _coefficients(router: Router) -> tuple[float, float]:
+    """What the balance loss's gradient of a probability is multiplied with, and the z-loss's of logsumexp."""
+    losses = router.losses
+    return losses.balance / losses.layers * router.experts, 2 * losses.z / losses.layers
+
+
+def _mask(router: Router, context: LayerContext, logits: torch.Tensor) -> torch.Tensor | None:
+    """``[tokens]`` in the logits' dtype, 0 where one of these tokens does not count; None: all do."""
+    if context.loss_mask is None:
+        return None
+    mask = context.loss_mask.reshape(-1)
+    return mask[slice(None) if router.tp is None else router.tp.tokens(mask.shape[0])].to(logits.dtype)
+
+
+def _everywhere(router: Router, context: LayerContext, told: torch.Tensor) -> torch.Tensor:
+    """``told``, the valid tokens and how many of them each expert got, over all ranks with parts of the microbatch's tokens."""
+    if router.parallel is None or router.parallel.cut == 1:
+        return told
+    return router.parallel.sum_over_tokens(told.clone(), context, router.name)  # whole numbers: exact in any order

@@ -39,10 +39,18 @@ from tests.unit.test_kernels_experts import (  # noqa: F401
     test_what_is_no_number_stays_visible,
 )
 from tests.unit.test_kernels_routing import (  # noqa: F401
+    test_a_token_that_is_no_number_stays_alone,
+    test_choice,
+    test_every_choice,
     test_every_sort,
+    test_layer,
+    test_padding_alone_has_no_losses,
     test_routing_of_tokens,
     test_rows_that_travel,
     test_sorts_of_microbatches,
+    test_sums_in_runs,
+    test_tokens_on_other_ranks,
+    test_way_back,
     test_what_a_capture_is_told,
 )
 from tests.unit.test_kernels_scales import (  # noqa: F401
