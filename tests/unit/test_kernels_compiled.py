@@ -24,11 +24,11 @@ import json, re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from qeffect_lm.kernels import experts, grouped, scales
+from qeffect_lm.kernels import experts, grouped, router, scales
 
 POINTERS = {"x", "table", "like", "x_scale_inv", "scale_table", "out", "offsets", "dy", "dy_scale_inv", "hidden", "row_weights",
             "d_weighted", "group_of_row", "d_hidden", "of_rows", "amax", "rows", "places", "role_rows", "held",
-            "history", "open_amax", "scale", "scale_inv"}
+            "history", "open_amax", "scale", "scale_inv", "logits", "numbers", "weights", "d_weights", "sums", "d_logits"}
 
 
 def ptx(kernel, tiles, types, **constants):
@@ -86,12 +86,18 @@ text = ptx(
 rounded = {name: len(re.findall(pattern, text)) for name, pattern in (
     ("quotients", r"\\b(div|rcp)\\.[\\w.]*f32"), ("exact", r"\\bdiv\\.rn\\.f32"), ("flushed", r"\\.ftz"),
     ("fused", r"\\bfma\\."))}
-print(json.dumps([found, between, rounded]))
+types = dict.fromkeys(("logits", "weights", "d_weights", "mask", "divisor", "sums", "told", "d_logits"), "*fp32") | {
+    "numbers": "*i64", "statistics": "*fp64", "balance": "fp32", "z": "fp32"}
+losses = dict.fromkeys(("LOSSES", "MASKED", "RECORD", "ADDS"), True)
+routers = {name: counted(ptx(kernel, router._cut(8), types, K=2, **constants)) for name, kernel, constants in (
+    ("choice", router._choose_kernel, {"NORMALISE": True}), ("sums", router._sums_kernel, {"MASKED": True}),
+    ("way back", router._backward_kernel, {"NORMALISE": True} | losses))}
+print(json.dumps([found, between, rounded, routers]))
 """
 
 
 def compiled(folder: Path, aligned: bool) -> list[dict[str, Any]]:
-    """How many of which instructions each kernel has: the products, and what stands between them; the quotients of scales."""
+    """How many of which instructions each kernel has: products, what stands between them, quotients of scales, routers."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder)
     (folder / "compiled.py").write_text(CODE.replace("ALIGNED=ALIGNED", f"ALIGNED={aligned}"))
@@ -102,11 +108,13 @@ def compiled(folder: Path, aligned: bool) -> list[dict[str, Any]]:
 
 def test_tensor_cores_and_whole_loads(tmp_path):
     """Hopper's warpgroup products, fed by copies of 16 bytes past the registers; nothing is loaded or stored by the byte."""
-    products, between, scales = compiled(tmp_path, True)
+    products, between, scales, routers = compiled(tmp_path, True)
     for name, count in products.items():
         assert count["wgmma"] >= 4 and count["mma"] == 0 and count["async"] >= 12 and count["narrow"] == 0, (name, count)
     for name, count in between.items():
         assert count["vectors"] >= 4 and count["narrow"] == 0, (name, count)
+    for name, count in routers.items():
+        assert count["vectors"] >= 1 and count["narrow"] == 0, (name, count)
     assert scales["quotients"] == scales["exact"] >= 2 and not scales["flushed"] + scales["fused"], "as torch rounds"
 
 
