@@ -187,7 +187,8 @@ class Clock:
             of_one *= self._line("experts").size
             flop = 2 * of_one * sum(param.numel for param in experts)
             rates = self.device.experts["fp8" if fp8 else "bf16"]
-            f, i, w = (a + flop / rates.at(work, of_one) for a, work in zip((f, i, w), "FIW", strict=True))
+            rows = of_one, of_one, of_one * joined
+            f, i, w = (a + flop / rates.at(work, n) for a, work, n in zip((f, i, w), "FIW", rows, strict=True))
         return f, i, w
 
     def _tail(self, block: Block, fp8: bool) -> float:

@@ -11,7 +11,7 @@ from pipeline.timeline_text import render
 from qeffect_lm.app import optimizer as optimizers
 from qeffect_lm.app.assemble import make_plan
 from qeffect_lm.app.auto_plan import decide, explain, needs_profile
-from qeffect_lm.app.counts import active_parameters, flop_per_token, tokens_here
+from qeffect_lm.app.counts import active_parameters, flop_per_token
 from qeffect_lm.app.device import planned_device
 from qeffect_lm.app.layout import Layout
 from qeffect_lm.app.memory import Memory
@@ -134,11 +134,10 @@ def coalesced_places(layout: Layout, plan: Plan) -> list[str]:
     """With ``pipeline.coalesce_w``, per chunk how many places its operands of W have and how large one is."""
     if plan.coalesce_w == 1:
         return []
-    tokens = tokens_here(layout.config)
     lines = ["", f"W of {plan.coalesce_w} microbatches is one product; its operands in FP8 (part of the activations above):"]
     for rank, slots in enumerate(plan.slots):
         for chunk in plan.placement.chunks(rank):
-            places, size = slots.w_slots.count[chunk], tokens * sum(block.joined for block in layout.chunk(plan, chunk))
+            places, size = slots.w_slots.count[chunk], layout.place(layout.chunk(plan, chunk))
             lines.append(f"rank {rank}, chunk {chunk}: {places} places of {size:,} bytes, {places * size / MIB:.1f} MiB")
     return lines
 

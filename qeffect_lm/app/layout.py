@@ -23,7 +23,8 @@ from qeffect_lm.app.assemble import DTYPES, make_recipe, shard_of
 from qeffect_lm.app.counts import tokens_here
 from qeffect_lm.app.holdings import local_spec, param_specs, shape_only
 from qeffect_lm.config import Config
-from qeffect_lm.layers.joined import place_bytes
+from qeffect_lm.layers.base import Deferred
+from qeffect_lm.layers.joined import place_bytes, taking_part
 from qeffect_lm.layers.linear import SplitLinear
 from qeffect_lm.layers.moe import mixtures
 from qeffect_lm.optim.buckets import BucketPlan
@@ -43,7 +44,7 @@ class Block:
         params: what the flat storage holds of it.
         cached: elements of weights that have FP8 caches.
         buffers: bytes of constants (tables of positions).
-        joined: bytes that one token takes in a W-slot of coalesced products.
+        joined: layers whose operands of W lie in places where several microbatches' W is one product.
         routes: whether it has experts.
     """
 
@@ -52,7 +53,7 @@ class Block:
     params: tuple[ParamSpec, ...]
     cached: int
     buffers: int
-    joined: int
+    joined: tuple[Deferred, ...]
     routes: bool
 
 
@@ -114,7 +115,7 @@ class Layout:
                     params=tuple(param_specs(self.config, {0: module}, self.specs, self.model.ties, self.tp)),
                     cached=sum(linear.weight.numel() for linear in linears if linear.recipe is not None),
                     buffers=sum(buffer.nbytes for buffer in module.buffers()),
-                    joined=place_bytes(linears, 1),
+                    joined=tuple(taking_part(module.modules())),
                     routes=bool(mixtures(module)),
                 )
             )
@@ -192,6 +193,10 @@ class Layout:
     def tokens(self) -> int:
         """Of a microbatch, on a rank and its tensor-parallel peers."""
         return tokens_here(self.config)
+
+    def place(self, blocks: Iterable[Block]) -> int:
+        """Bytes of a W-slot of coalesced products of a chunk with these blocks."""
+        return place_bytes([layer for block in blocks for layer in block.joined], self.tokens)
 
     @property
     def border(self) -> int:

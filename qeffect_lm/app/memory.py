@@ -166,7 +166,7 @@ def _borders(layout: Layout, plan: Plan, rank: int) -> int:
         per_token = first * 8 + last * 8 + masked * 4 + documents * 4
         total += slots.i_slots.count[index] * (activations * layout.border + per_token * tokens)
         if plan.coalesce_w > 1:
-            total += slots.w_slots.count[index] * tokens * sum(block.joined for block in blocks)
+            total += slots.w_slots.count[index] * layout.place(blocks)
         ends = [before or now for before, now in zip(ends, (first, last, masked), strict=True)]
     return total + plan.microbatches * tokens * (ends[0] * 8 + ends[1] * 8 + ends[2] * 4 + documents * 4)
 

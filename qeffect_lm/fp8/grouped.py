@@ -123,13 +123,50 @@ class RoleRows:
         return cls(rows, torch.tensor(rows, dtype=torch.int64, device=timeline.scale.device))
 
 
+@dataclass(frozen=True)
+class GroupPlace:
+    """Storages of one microbatch's W operand, a part of those of several (:mod:`qeffect_lm.layers.joined`).
+
+    Attributes:
+        stored: FP8, columns ``[features, places]`` that lie any distance apart where kernels make W's products, else rows
+            ``[places, features]``; as many places as there could ever be rows for.
+        scale_inv: ``[groups]`` float32.
+        offsets: ``[groups + 1]`` int32; both operands of a linear leave the same there.
+    """
+
+    stored: torch.Tensor
+    scale_inv: torch.Tensor
+    offsets: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Members:
+    """Which rows of joined operands are whose: of each microbatch in turn, sorted by group.
+
+    Attributes:
+        offsets: ``[members, groups + 1]`` int32, as those of :class:`Groups`, from the member's first row.
+        places: of each member.
+    """
+
+    offsets: torch.Tensor
+    places: int
+
+    @property
+    def count(self) -> int:
+        return self.offsets.shape[1] - 1
+
+
 PLACES = 16
 """Each group's columns begin at a multiple of this: as many FP8 values as one load takes."""
 
 
 def places_of(groups: Groups, rows: int) -> int:
     """Places of ``rows`` rows, whatever the groups' sizes: enough for the zeros behind each group's."""
-    return -(-rows // PLACES) * PLACES + groups.count * PLACES
+    return places_for(rows, groups.count)
+
+
+def places_for(rows: int, groups: int) -> int:
+    return -(-rows // PLACES) * PLACES + groups * PLACES
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -235,20 +272,40 @@ def merge_amax(recipe: Recipe, layers: Sequence[str], kind: str, amax: torch.Ten
 
 
 def quantise_groups(
-    x: torch.Tensor, scales: Scales, fmt: Format, groups: Groups, *, rows: bool = True, columns: bool = False
+    x: torch.Tensor,
+    scales: Scales,
+    fmt: Format,
+    groups: Groups,
+    *,
+    rows: bool = True,
+    columns: bool = False,
+    into: GroupPlace | None = None,
 ) -> Rows:
     """``saturate(x * scale of its group)`` ``[rows, features]``, with the scales' inverses as they are given.
 
     Args:
         rows, columns: which layouts to make. Without a GPU there are no columns, and always rows: W reads those.
+        into: storages for what W reads, with ``columns``; else they are new ones.
     """
     if kernels.quantises(x):
         from qeffect_lm.kernels import grouped
 
-        return grouped.quantise(x, scales, fmt, groups, rows=rows, columns=columns)
+        return grouped.quantise(x, scales, fmt, groups, rows=rows, columns=columns, into=into)
     of_row = groups.of_row.clamp(max=groups.count - 1)  # padding takes the last one's
     q = (x.float() * scales.scale[of_row][:, None]).clamp_(-fmt.max, fmt.max).to(fmt.dtype)
-    return Rows(q, scales.scale_inv, _columns(q, groups) if columns and kernels.usable(x) else None)
+    made = Rows(q, scales.scale_inv, _columns(q, groups) if columns and kernels.usable(x) else None)
+    return made if into is None else _placed(made, groups, into)
+
+
+def _placed(made: Rows, groups: Groups, into: GroupPlace) -> Rows:
+    """What W reads of it moved to its place."""
+    assert made.scale_inv is not None
+    into.scale_inv.copy_(made.scale_inv)
+    into.offsets.copy_(groups.offsets)
+    source = made.whole if made.columns is None else made.columns
+    kept = into.stored[: source.shape[0]] if made.columns is None else into.stored[:, : source.shape[1]]
+    kept.view(torch.uint8).copy_(source.view(torch.uint8))
+    return Rows(kept, into.scale_inv) if made.columns is None else Rows(made.rows, into.scale_inv, into.stored)
 
 
 def _columns(q: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -302,8 +359,28 @@ def accumulate_grouped_mm(outs: Matrices, dy: Rows, x: Rows, groups: Groups, bet
 
         grouped.accumulate(outs, dy, x, groups, beta)
         return
+    scales = [None if rows.scale_inv is None else rows.scale_inv[None] for rows in (dy, x)]
     torch.ops.qeffect_lm.accumulate_grouped_mm(
-        dy.whole, dy.scale_inv, x.whole, x.scale_inv, groups.offsets, list(outs.tensors), beta
+        dy.whole[None], scales[0], x.whole[None], scales[1], groups.offsets[None], list(outs.tensors), beta
+    )
+
+
+def accumulate_joined_mm(outs: Matrices, dy: Rows, x: Rows, members: Members, beta: int) -> None:
+    """:func:`accumulate_grouped_mm` of several microbatches' rows, one after the other, as one product: ``outs`` are read and
+    written once.
+
+    Operands in FP8 lie in places side by side, ``scale_inv`` ``[members, groups]``; columns ``[features, members * places]`` or
+    rows ``[members * places, features]``. A member's rows count by its own scales. A group that no member has rows of is one
+    without rows.
+    """
+    if _by_kernels(x):
+        from qeffect_lm.kernels import grouped
+
+        grouped.accumulate(outs, dy, x, members, beta)
+        return
+    apart = [rows.whole.view(-1, members.places, rows.whole.shape[1]) for rows in (dy, x)]
+    torch.ops.qeffect_lm.accumulate_grouped_mm(
+        apart[0], dy.scale_inv, apart[1], x.scale_inv, members.offsets, list(outs.tensors), beta
     )
 
 
@@ -318,6 +395,10 @@ def _spans(offsets: torch.Tensor) -> list[tuple[int, int]]:
 
 def _wide(rows: torch.Tensor, scale_inv: torch.Tensor | None) -> torch.Tensor:
     return rows if scale_inv is None else dequantise(rows, scale_inv)
+
+
+def _one(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _grouped_mm(
@@ -350,14 +431,20 @@ def _accumulate_grouped_mm(
     outs: Sequence[torch.Tensor],
     beta: int,
 ) -> None:
-    for group, (first, last) in enumerate(_spans(offsets)):
-        if first == last:
+    """Operands of members: ``dy`` and ``x`` ``[members, rows, features]``, scales ``[members, groups]``, ``offsets``
+    ``[members, groups + 1]``. A group's rows of all of them, one after the other, are one product."""
+    spans = [_spans(row) for row in offsets]
+    for group, out in enumerate(outs):
+        having = [(member, *span[group]) for member, span in enumerate(spans) if span[group][0] < span[group][1]]
+        if not having:
             if beta == 0:
-                outs[group].zero_()
+                out.zero_()
             continue
-        a = _wide(dy[first:last], None if dy_scale_inv is None else dy_scale_inv[group])
-        b = _wide(x[first:last], None if x_scale_inv is None else x_scale_inv[group])
-        accumulate_mm(outs[group], a.t(), b.t(), beta)
+        a, b = (
+            _one([_wide(rows[j, first:last], None if inv is None else inv[j, group]) for j, first, last in having])
+            for rows, inv in ((dy, dy_scale_inv), (x, x_scale_inv))
+        )
+        accumulate_mm(out, a.t(), b.t(), beta)
 
 
 # Operations of their own, because a loop over the groups reads their sizes on the host, which no capture may see.

@@ -11,6 +11,9 @@ multiple of 16: loads are 16 bytes wide whatever the routing, and a group's sum 
 
     places    0 ............ | 16 .............. | 48 .... | 64
     rows      0 1 2 3 4 0 0  | 5 6 7 ... 24 0 0  | 25 26 0 |         groups of 5, 20 and 2 rows; 0: zeros between them
+
+The columns of several microbatches, *members*, may lie side by side, each in places of its own: then W walks over a group's
+rows of one member after the other, and the gradient is read and written once.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qeffect_lm.fp8.grouped import PLACES, Groups, Matrices, Rows, Scales, places_of
+from qeffect_lm.fp8.grouped import PLACES, GroupPlace, Groups, Matrices, Members, Rows, Scales, places_of
 from qeffect_lm.fp8.quantise import Format
 from qeffect_lm.kernels import launched
 from qeffect_lm.kernels.tables import Tile
@@ -57,7 +60,7 @@ class _Tiles:
 _FAST = _Tiles(128, 256, 128, warps=8)
 _FP8 = _Tiles(128, 128, 128)
 _FP8_W = _Tiles(64, 64, 128)  # of few rows W is the traffic of its gradient, which more programs hide better
-_FP8_W_LONG, _LONG = _Tiles(128, 128, 128), 4096  # rows a group
+_FP8_W_LONG, _LONG = _Tiles(128, 128, 128, warps=8), 4096  # rows a group and member
 _EARLY = False
 _BF16 = _Tiles(128, 256, 64, warps=8)
 _BF16_W = _Tiles(128, 128, 64)
@@ -188,34 +191,60 @@ def _tile_of_gradient(n, k, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 
 
 @triton.jit
-def _accumulate_columns_kernel(
-    table, like, dy, x, dy_scale_inv, x_scale_inv, offsets, count, n, k, pitch,
-    BETA: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr, EARLY: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-):  # fmt: skip
-    """FP8: ``dy`` ``[n, pitch]`` and ``x`` ``[k, pitch]``."""
-    group, output, feature = _tile_of_gradient(n, k, TILE_M, TILE_N)
-    g, first, last = _spans(offsets, count, 0, COUNT)
+def _member(j, group, dy_scale_inv, x_scale_inv, offsets, count, COUNT: tl.constexpr):
+    """Of a member's rows of a group their number, their first place, and the product of their inverse scales."""
+    g, first, last = _spans(offsets + j * (count + 1), count, 0, COUNT)
     rows = tl.sum(tl.where(g == group, last - first, 0), 0)
     start = tl.sum(tl.where(g == group, _starts(g, first, last, count), 0), 0) // STEP * STEP  # so the compiler knows, too
+    return rows, start, tl.load(dy_scale_inv + j * count + group) * tl.load(x_scale_inv + j * count + group)
+
+
+@triton.jit
+def _accumulate_columns_kernel(
+    table, like, dy, x, dy_scale_inv, x_scale_inv, offsets, count, n, k, pitch, places,
+    BETA: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr, EARLY: tl.constexpr,
+    MEMBERS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """FP8: ``dy`` ``[n, pitch]`` and ``x`` ``[k, pitch]``, ``places`` of each member one after the other.
+
+    One loop over the rows of all members: what is loaded ahead is, over a member's end too. Members' scales may differ, of a
+    group that has had no amax yet; a sum is in units of the largest of those with rows, so that none overflows, and equal ones
+    change no bit.
+    """
+    group, output, feature = _tile_of_gradient(n, k, TILE_M, TILE_N)
+    some, steps, unit = 0, 0, 0.0
+    for j in tl.static_range(MEMBERS):
+        rows, start, scale = _member(j, group, dy_scale_inv, x_scale_inv, offsets, count, COUNT)
+        some += rows
+        steps += (rows + TILE_K - 1) // TILE_K
+        unit = tl.where(rows > 0, tl.maximum(unit, scale), unit)
     at, mask = _place_of(table, group, like, output, feature, n, k, ALIGNED)
     held = tl.zeros((TILE_M, TILE_N), tl.float32)
     if EARLY and BETA == 1:  # asked for before the products, so that they hide the wait
-        held = tl.load(at, mask=mask & (rows > 0), other=0.0).to(tl.float32)
+        held = tl.load(at, mask=mask & (some > 0), other=0.0).to(tl.float32)
     place = tl.arange(0, TILE_K)
-    a_at = dy + tl.minimum(output, n - 1).to(tl.int64)[:, None] * pitch + start + place[None, :]
-    b_at = x + tl.minimum(feature, k - 1).to(tl.int64)[None, :] * pitch + start + place[:, None]
+    a_at = dy + tl.minimum(output, n - 1).to(tl.int64)[:, None] * pitch + place[None, :]
+    b_at = x + tl.minimum(feature, k - 1).to(tl.int64)[None, :] * pitch + place[:, None]
     total = tl.zeros((TILE_M, TILE_N), tl.float32)
-    ends = (rows + STEP - 1) // STEP * STEP  # zeros up to here
-    for begin in range(0, ends, TILE_K):
-        inside = place < ends - begin
-        a = tl.load(a_at, mask=inside[None, :], other=0.0)
-        b = tl.load(b_at, mask=inside[:, None], other=0.0)
-        total = _dot(a, b, total, True, False, WIDE, TILE_K)
-        a_at += TILE_K
-        b_at += TILE_K
-    total *= tl.load(dy_scale_inv + group) * tl.load(x_scale_inv + group)
-    _add(at, mask, rows > 0, held, total, BETA, EARLY)
+    for step in range(0, steps):
+        begin, end, factor, before = 0, 0, 1.0, 0
+        for j in tl.static_range(MEMBERS):  # of them nothing but selects is left in the loop
+            rows, start, scale = _member(j, group, dy_scale_inv, x_scale_inv, offsets, count, COUNT)
+            here, done = step >= before, (step - before) * TILE_K
+            begin = tl.where(here, j * places + start + done, begin)
+            end = tl.where(here, (rows + STEP - 1) // STEP * STEP - done, end)  # zeros up to here
+            factor = tl.where(here, tl.where(scale == unit, 1.0, scale / unit), factor)
+            before += (rows + TILE_K - 1) // TILE_K
+        inside = place < end
+        a = tl.load(a_at + begin, mask=inside[None, :], other=0.0)
+        b = tl.load(b_at + begin, mask=inside[:, None], other=0.0)
+        if WIDE:
+            part = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+        else:
+            part = tl.dot(a, b)
+        total += part * factor  # moved out of the tensor cores' sum every TILE_K places
+    total *= unit
+    _add(at, mask, some > 0, held, total, BETA, EARLY)
 
 
 @triton.jit
@@ -241,15 +270,19 @@ def _accumulate_rows_kernel(
 
 @triton.jit
 def _quantise_kernel(
-    x, scale, rows, columns, offsets, count, m, k, pitch,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, E5M2: tl.constexpr, COUNT: tl.constexpr,
+    x, scale, scale_inv, rows, columns, kept_scale_inv, kept_offsets, offsets, count, m, k, places, pitch,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, KEEP: tl.constexpr, E5M2: tl.constexpr, COUNT: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
     """By places, ``STRIP`` tiles of features a program; what lies between groups becomes zeros in ``columns`` and is nowhere in
-    ``rows``."""
+    ``rows``. ``KEEP``: inverse scales and offsets are copied."""
     strips = tl.cdiv(k, TILE_K * STRIP)
     place = tl.program_id(0) // strips * TILE_M + tl.arange(0, TILE_M)
     g, first, last = _spans(offsets, count, m, COUNT)
+    if KEEP:
+        if tl.program_id(0) == 0:
+            tl.store(kept_offsets + g, first, mask=g <= count)
+            tl.store(kept_scale_inv + g, tl.load(scale_inv + g, mask=g < count, other=0.0), mask=g < count)
     start = _starts(g, first, last, count)
     begun = (place[:, None] >= start[None, :]) & (g > 0)[None, :] & (g <= count)[None, :]
     group = tl.sum(begun.to(tl.int32), 1)
@@ -268,25 +301,41 @@ def _quantise_kernel(
         if ROWS:
             tl.store(rows + at, q, mask=inside[:, None] & features)
         if COLUMNS:
-            mask = (column < k)[:, None] & (place < pitch)[None, :]
+            mask = (column < k)[:, None] & (place < places)[None, :]
             tl.store(columns + column.to(tl.int64)[:, None] * pitch + place[None, :], tl.trans(q), mask=mask)
 
 
-def quantise(x: torch.Tensor, scales: Scales, fmt: Format, groups: Groups, *, rows: bool, columns: bool) -> Rows:
+def quantise(
+    x: torch.Tensor,
+    scales: Scales,
+    fmt: Format,
+    groups: Groups,
+    *,
+    rows: bool,
+    columns: bool,
+    into: GroupPlace | None = None,
+) -> Rows:
     """:func:`qeffect_lm.fp8.grouped.quantise_groups`; the reference's bytes (of a NaN, up to its sign)."""
-    x, scale = x.contiguous(), scales.scale
+    x, scale, scale_inv = x.contiguous(), scales.scale, scales.scale_inv
     (m, k), places = x.shape, places_of(groups, x.shape[0])
     made = torch.empty(m, k, dtype=fmt.dtype, device=x.device) if rows else None
-    turned = torch.empty(k, places, dtype=fmt.dtype, device=x.device) if columns else None
+    turned, kept = None, (scale_inv, groups.offsets)
+    if into is not None:
+        if places > into.stored.shape[1]:
+            raise RuntimeError(f"{m} rows take {places} places, and there are {into.stored.shape[1]}")
+        turned, kept = into.stored, (into.scale_inv, into.offsets)
+    elif columns:
+        turned = torch.empty(k, places, dtype=fmt.dtype, device=x.device)
     outs = [scale if out is None else out for out in (made, turned)]  # what is not made is never touched
-    launched("grouped_quantise", x, scale, *outs, groups.offsets)
+    launched("grouped_quantise", x, scale, scale_inv, *outs, *kept, groups.offsets)
     tile = QUANTISE
     _quantise_kernel[(-(-places // tile.rows) * -(-k // (tile.columns * STRIP)),)](
-        x, scale, *outs, groups.offsets, groups.count, m, k, places,
-        ROWS=rows, COLUMNS=columns, E5M2=fmt.name == "E5M2", COUNT=_count(groups),
+        x, scale, scale_inv, *outs, *kept, groups.offsets, groups.count, m, k, places,
+        places if turned is None else turned.stride(0),
+        ROWS=rows, COLUMNS=turned is not None, KEEP=into is not None, E5M2=fmt.name == "E5M2", COUNT=_count(groups.count),
         TILE_M=tile.rows, TILE_K=tile.columns, STRIP=STRIP, num_warps=tile.warps,
     )  # fmt: skip
-    return Rows(made, scales.scale_inv, turned)
+    return Rows(made, scale_inv if into is None else into.scale_inv, turned)
 
 
 def product(
@@ -311,39 +360,40 @@ def product(
     _product_kernel[(down * -(-n // tiles.columns),)](
         rows, table, weights.tensors[0], groups.offsets if x.scale_inv is None else x.scale_inv, scales, out,
         groups.offsets, groups.count, down, n, k, stride_n, stride_k,
-        FP8=fp8, FAST=fast_accumulation, WIDE=wide, ALIGNED=_aligned(weights), INNER=stride_k == 1, COUNT=_count(groups),
+        FP8=fp8, FAST=fast_accumulation, WIDE=wide, ALIGNED=_aligned(weights), INNER=stride_k == 1, COUNT=_count(groups.count),
         **tiles.options(),
     )  # fmt: skip
     return out
 
 
-def accumulate(outs: Matrices, dy: Rows, x: Rows, groups: Groups, beta: int) -> None:
-    """:func:`qeffect_lm.fp8.grouped.accumulate_grouped_mm`."""
+def accumulate(outs: Matrices, dy: Rows, x: Rows, groups: Groups | Members, beta: int) -> None:
+    """:func:`qeffect_lm.fp8.grouped.accumulate_grouped_mm`; of members :func:`~qeffect_lm.fp8.grouped.accumulate_joined_mm`."""
     n, k = outs.tensors[0].shape
-    table = _bound(outs)
-    launched("grouped_accumulate", table, *dy.tensors(), *x.tensors(), groups.offsets, *outs.tensors, beta)
+    table, offsets, count = _bound(outs), groups.offsets, groups.count
+    launched("grouped_accumulate", table, *dy.tensors(), *x.tensors(), offsets, *outs.tensors, beta)
     how: dict[str, Any] = {"BETA": beta, "ALIGNED": _aligned(outs)}
     if x.scale_inv is None:
         wide = _wide(x.whole, dy.whole.dtype)
         tiles = _narrow_w(n) if wide else _BF16_W
-        _accumulate_rows_kernel[_gradient_grid(groups, n, k, tiles)](
-            table, outs.tensors[0], dy.whole.contiguous(), x.whole.contiguous(), groups.offsets, n, k,
+        _accumulate_rows_kernel[_gradient_grid(count, n, k, tiles)](
+            table, outs.tensors[0], dy.whole.contiguous(), x.whole.contiguous(), offsets, n, k,
             WIDE=wide, **how, **tiles.options(),
         )  # fmt: skip
         return
     if dy.columns is None or x.columns is None:
         raise RuntimeError("W of FP8 groups reads columns: call quantise_groups(..., columns=True)")
-    wide = not x.columns.is_cuda
-    long = x.columns.shape[1] >= groups.count * _LONG
-    tiles = _narrow_w(n) if wide else _FP8_W_LONG if long else _FP8_W  # they change no bit
-    _accumulate_columns_kernel[_gradient_grid(groups, n, k, tiles)](
-        table, outs.tensors[0], dy.columns, x.columns, dy.scale_inv, x.scale_inv, groups.offsets, groups.count, n, k,
-        x.columns.shape[1], WIDE=wide, COUNT=_count(groups), EARLY=_EARLY, **how, **tiles.options(),
+    members, places = (offsets.shape[0], groups.places) if isinstance(groups, Members) else (1, x.columns.shape[1])
+    pitch, wide = x.columns.stride(0), not x.columns.is_cuda
+    assert dy.columns.stride(0) == pitch and dy.columns.shape[1] == members * places
+    tiles = _narrow_w(n) if wide else _FP8_W_LONG if places >= count * _LONG else _FP8_W  # they change no bit
+    _accumulate_columns_kernel[_gradient_grid(count, n, k, tiles)](
+        table, outs.tensors[0], dy.columns, x.columns, dy.scale_inv, x.scale_inv, offsets, count, n, k, pitch, places,
+        WIDE=wide, COUNT=_count(count), EARLY=_EARLY, MEMBERS=members, **how, **tiles.options(),
     )  # fmt: skip
 
 
-def _gradient_grid(groups: Groups, n: int, k: int, tiles: _Tiles) -> tuple[int]:
-    return (groups.count * -(-n // tiles.rows) * -(-k // tiles.columns),)
+def _gradient_grid(count: int, n: int, k: int, tiles: _Tiles) -> tuple[int]:
+    return (count * -(-n // tiles.rows) * -(-k // tiles.columns),)
 
 
 def _wide(rows: torch.Tensor, other: torch.dtype) -> bool:
@@ -362,9 +412,9 @@ def _narrow_w(n: int) -> _Tiles:
     return _Tiles(16, 32, 64) if n <= 16 else _Tiles(32, 64, 32)
 
 
-def _count(groups: Groups) -> int:
+def _count(groups: int) -> int:
     """A power of two above the number of groups: they and the padding."""
-    return 1 << groups.count.bit_length()
+    return 1 << groups.bit_length()
 
 
 def _aligned(matrices: Matrices) -> bool:

@@ -58,6 +58,11 @@ class Deferred(Layer):
         """Whether it has any, now."""
         raise NotImplementedError
 
+    @property
+    def joins(self) -> bool:
+        """Whether W of several microbatches can be one product (:mod:`qeffect_lm.layers.joined`)."""
+        return False
+
     def weight_grad(self, context: LayerContext) -> None:
         """W: consume the lease and accumulate into ``main_grad``. Reads retained tensors only."""
         raise NotImplementedError

@@ -10,6 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from qeffect_lm.contract.ledger import Scope
+    from qeffect_lm.fp8.grouped import GroupPlace
     from qeffect_lm.fp8.quantise import Place
     from qeffect_lm.layers.joined import JoinedPlace
     from qeffect_lm.layers.kv_cache import KVCache
@@ -82,6 +83,10 @@ class LayerContext:
     def place_of(self, layer: str, kind: str) -> Place | None:
         """Where ``layer`` quantises its ``input`` or ``grad_output`` to; None: into storages of its own."""
         return None if self.joined is None else self.joined.of(layer, kind)
+
+    def group_place_of(self, layer: str, kind: str) -> GroupPlace | None:
+        """The same for a linear of groups."""
+        return None if self.joined is None else self.joined.of_groups(layer, kind)
 
     def owned(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, or a copy if it lies in a border buffer of the stage: those are written again while W still waits."""

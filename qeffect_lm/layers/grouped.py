@@ -12,9 +12,9 @@ slots stay EMPTY, and the gradient is zeroed by the step's first writer and not 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,7 @@ from qeffect_lm.fp8.grouped import (
     Rows,
     Scales,
     accumulate_grouped_mm,
+    accumulate_joined_mm,
     addresses,
     amax_of_groups,
     group_scales,
@@ -38,6 +39,9 @@ from qeffect_lm.fp8.recipes import FORMATS, DelayedScaling
 from qeffect_lm.layers.base import Deferred
 from qeffect_lm.layers.context import LayerContext, Phase, Rerun
 from qeffect_lm.layers.linear import SplitLinear
+
+if TYPE_CHECKING:
+    from qeffect_lm.layers.joined import JoinedGroups
 
 _TABLES = ("weight", "rows", "columns", "scale_inv", "grad")
 _KINDS = ("input", "grad_output")  # what of groups has a scale for each group
@@ -57,21 +61,22 @@ class ExpertLinear(SplitLinear):
 
     @property
     def joins(self) -> bool:
-        return False
+        return False  # the group's does
 
 
 @dataclass(frozen=True)
 class GroupOperands:
     """What W needs: x and dY ``[rows, features]`` in stored precision, and which rows are whose: the splits of this microbatch,
-    on the device. F leaves dY to I, and x too where I makes it again."""
+    on the device (None: they lie with the operands, in a place among other microbatches'). F leaves dY to I, and x too where I
+    makes it again."""
 
-    groups: Groups
+    groups: Groups | None
     x: Rows | None = None
     dy: Rows | None = None
 
     def tensors(self) -> list[torch.Tensor]:
         held = [tensor for rows in (self.x, self.dy) if rows is not None for tensor in rows.tensors()]
-        return [*held, self.groups.offsets]
+        return held if self.groups is None else [*held, self.groups.offsets]
 
 
 class GroupedLinear(Deferred):
@@ -80,11 +85,15 @@ class GroupedLinear(Deferred):
     Args:
         name: of the leases.
         experts: their linears, of one shape and recipe. (They are modules of somebody else.)
+        most_rows: how many rows a microbatch of so many tokens could ever have here; None: one a token.
     """
 
-    def __init__(self, name: str, experts: Sequence[ExpertLinear]) -> None:
+    def __init__(
+        self, name: str, experts: Sequence[ExpertLinear], most_rows: Callable[[int], int] | None = None
+    ) -> None:
         super().__init__(name)
         self.experts = tuple(experts)
+        self.most_rows = most_rows or (lambda tokens: tokens)
         self.recipe = experts[0].recipe
         self.in_features, self.out_features = experts[0].in_features, experts[0].out_features
         for table in _TABLES:
@@ -102,6 +111,10 @@ class GroupedLinear(Deferred):
                 f"{frozen} is frozen and other experts' are not: freeze the weights of all experts of a layer or of none"
             )
         return trained[0]
+
+    @property
+    def joins(self) -> bool:
+        return self.recipe is not None and self.recipe.scales_first and self.defers
 
     @property
     def names(self) -> list[str]:
@@ -127,7 +140,8 @@ class GroupedLinear(Deferred):
             if rerun is not None and not again:
                 rerun.scales[self.name] = scales
             kept, unread = context.training and self.defers and (rerun is None or again), again and self._ends(rerun)
-            operand = quantise_groups(x, scales, FORMATS["input"], groups, rows=not unread, columns=kept)
+            into = context.group_place_of(self.name, "input") if kept else None
+            operand = quantise_groups(x, scales, FORMATS["input"], groups, rows=not unread, columns=kept, into=into)
         else:
             self._observe("input", x, groups, amax)
             operand = Rows(x)
@@ -136,7 +150,8 @@ class GroupedLinear(Deferred):
                 self._fill(context, x=operand)
             else:
                 x_operand = None if rerun is not None else operand.for_weight_grad()
-                context.active_scope().retain(self.name, GroupOperands(groups, x_operand))
+                own = None if self._joined(context) else groups
+                context.active_scope().retain(self.name, GroupOperands(own, x_operand))
         if again and self._ends(rerun):
             return x.new_zeros(x.shape[0], self.out_features)  # stands for a product whose value nobody reads
         return self._multiply(operand, "rows", groups, context, x.dtype)
@@ -150,7 +165,8 @@ class GroupedLinear(Deferred):
         if self._in_fp8(context):
             scales = self._scales("grad_output", dy, groups, context, amax)
             kept = context.training and self.defers
-            operand = quantise_groups(dy, scales, FORMATS["grad_output"], groups, columns=kept)
+            into = context.group_place_of(self.name, "grad_output") if kept else None
+            operand = quantise_groups(dy, scales, FORMATS["grad_output"], groups, columns=kept, into=into)
         else:
             self._observe("grad_output", dy, groups, amax)
             operand = Rows(dy)
@@ -165,10 +181,24 @@ class GroupedLinear(Deferred):
         scope = context.active_scope()
         operands: GroupOperands = scope.take_weight_grad(self.name)
         assert operands.x is not None and operands.dy is not None
-        betas = {scope.write_grad(expert.weight_name) for expert in self.experts}
-        (beta,) = betas
         grads = self._matrices("grad", [expert.grad_view() for expert in self.experts])
-        accumulate_grouped_mm(grads, operands.dy, operands.x, operands.groups, beta)
+        names = [expert.weight_name for expert in self.experts]
+        shared = self._joined(context)
+        if shared is None:
+            assert operands.groups is not None
+            (beta,) = {scope.write_grad(name) for name in names}
+            accumulate_grouped_mm(grads, operands.dy, operands.x, operands.groups, beta)
+        elif scope.joint is None or not scope.joint.members:
+            for name in names:
+                scope.leave_grad(name)
+        else:
+            both = shared.first(scope.joint.members)
+            (beta,) = {scope.write_joined_grad(name) for name in names}
+            accumulate_joined_mm(grads, both.dy, both.x, both.members, beta)
+
+    def _joined(self, context: LayerContext) -> JoinedGroups | None:
+        """The operands of the microbatches whose W is one product with this one's."""
+        return None if context.joined is None else context.joined.groups(self.name)
 
     # ---- inside ------------------------------------------------------------------------------------------------
 

@@ -228,7 +228,7 @@ class SplitLinear(SplitLayer):
     def weight_grad(self, context: LayerContext) -> None:
         scope = context.active_scope()
         operands: WeightGradOperands = scope.take_weight_grad(self.name)
-        shared = None if context.joined is None else context.joined.layers.get(self.name)
+        shared = None if context.joined is None else context.joined.linear(self.name)
         if shared is None:
             self._accumulate(operands, scope.write_grad(self.weight_name))
         elif scope.joint is None or not scope.joint.members:

@@ -112,8 +112,8 @@ class MoE(Layer):
         self.router, self.layer = router, layer
         self.parallel = None if parallel is None or parallel.size == 1 else parallel
         self.experts = nn.ModuleList(experts)
-        self.gate_up = GroupedLinear(f"{name}.experts.gate_up", [expert.gate_up for expert in experts])
-        self.down = GroupedLinear(f"{name}.experts.down", [expert.down for expert in experts])
+        self.gate_up = GroupedLinear(f"{name}.experts.gate_up", [expert.gate_up for expert in experts], self.most_rows)
+        self.down = GroupedLinear(f"{name}.experts.down", [expert.down for expert in experts], self.most_rows)
 
     @property
     def tail(self) -> GroupedLinear:
@@ -126,6 +126,14 @@ class MoE(Layer):
             return {}
         there, back = ("dispatch", "weights", "combine"), ("dispatch", "combine", "weights")
         return {kind: tuple(f"{self.name}.{what}" for what in said) for kind, said in (("F", ("splits", *there)), ("I", back))}
+
+    def most_rows(self, tokens: int) -> int:
+        """Rows that the experts here could ever get of a microbatch of ``tokens``, whatever the routing."""
+        tp = self.router.tp
+        own = tokens if tp is None or not tp.sequence else tokens // tp.size  # that this rank routes
+        if self.parallel is None:
+            return own * self.router.top_k
+        return self.parallel.most_rows(own, self.router.top_k, self.router.experts)
 
     def routing(self, numbers: torch.Tensor, context: LayerContext) -> Routing | Dispatch:
         """Where the rows of tokens with these experts ``[tokens, k]`` go."""

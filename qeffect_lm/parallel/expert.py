@@ -120,6 +120,10 @@ class ExpertParallel:
                 _all_reduce(values, group=self.cut_group)
         return values
 
+    def most_rows(self, tokens: int, k: int, experts: int) -> int:
+        """Rows that could come here, with ``k`` each of as many ``tokens`` on every rank."""
+        return self.size * rows_between(tokens, k, len(self.held(experts)), self.size)
+
     # ---- where rows go -----------------------------------------------------------------------------------------
 
     def dispatched(
