@@ -406,21 +406,6 @@ def test_killed_equals_uninterrupted(tmp_path: Path) -> None:
     assert not loaded.alone, "every expert has had an amax"
 
 
-def test_one_product_for_several_microbatches_is_not_for_experts() -> None:
-    """pipeline.coalesce_w: W of experts stays one for each microbatch, whose rows they share in no fixed proportion; its bits
-    are those without, and a captured step's are an eager one's."""
-    body = {**LOSSES, "pipeline__microbatches": 4, "pipeline__w_delay": 0}
-    runs = []
-    for keys in ({}, {"pipeline__coalesce_w": 2}, {"pipeline__coalesce_w": 2, "graphs__backend": "host_replay"}):
-        assembly = assemble(config(**settings(**body, **keys)))
-        assembly.prepare(batch(0))
-        assembly.engine.step(0, batch(0))
-        runs.append({name: assembly.flat.grad(name).clone() for name in assembly.flat.names})
-    assert differing(runs[1], runs[2]) == []
-    odd = differing(runs[0], runs[1])
-    assert odd and all(name.endswith(("qkv.weight", "out.weight")) for name in odd)
-
-
 def test_dry_run_counts_what_a_token_uses() -> None:
     page = describe(config(**settings(**LOSSES)))
     assert "parameters: 47,520 in 29 tensors, decoder layers per chunk [2]" in page

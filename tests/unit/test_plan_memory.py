@@ -95,6 +95,13 @@ RUNS: dict[str, Mapping[str, Any]] = {
     "a tape for each action": {"graphs__backend": "host_replay"},
     "a tape for the step": {"graphs__backend": "host_replay", "graphs__scope": "step", "pipeline__microbatches": 2},
     "coalesced": {"precision__dtype": "bfloat16", "pipeline__coalesce_w": 2, "pipeline__w_delay": 0},
+    "experts, coalesced": {
+        "model__family": "mixtral",
+        "model__moe": {"num_experts": 4},
+        "model__num_layers": 2,
+        "precision__dtype": "bfloat16",
+        "pipeline__coalesce_w": 2,
+    },
     "recomputed, high precision": {"model__recompute": "full", "precision__fp8__high_precision_last": 1},
     "tied, without FP8": {"precision__fp8__recipe": "none", "model__tie_word_embeddings": True, "model__dropout": 0.1},
 }

@@ -1,0 +1,233 @@
+"""Groups of several microbatches, *members*, side by side: where they are quantised to, and W of all of them as one product."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from qeffect_lm.fp8.grouped import (
+    GroupPlace,
+    Groups,
+    Matrices,
+    Rows,
+    accumulate_grouped_mm,
+    accumulate_joined_mm,
+    amax_of_groups,
+    places_for,
+    quantise_groups,
+)
+from qeffect_lm.fp8.quantise import E4M3, E5M2, scale_of_amax
+from qeffect_lm.layers.grouped import ExpertLinear, GroupedLinear
+from qeffect_lm.layers.joined import JoinedGroups
+from tests.tiny import same_bits
+from tests.unit.interpreted import DEVICE, INTERPRETED, kernels_run, reference  # noqa: F401
+from tests.unit.test_kernels_grouped import groups_of, matrices, values
+
+N, K, MOST = 48, 80, 100
+ROWS = {  # of each member's groups
+    "one": [[3, 0, 70]],
+    "two": [[3, 0, 70], [16, 33, 0]],
+    "three, one without any row": [[5, 0, 41], [0, 0, 0], [1, 0, 64]],
+    "nobody": [[0, 0, 0], [0, 0, 0]],
+}
+MEMBERS = pytest.mark.parametrize("sizes", ROWS.values(), ids=ROWS)
+
+
+def joined(members: int, dtype: torch.dtype = torch.bfloat16, device: str = DEVICE) -> JoinedGroups:
+    """Places for as many members and one more, filled with NaN, as poison leaves them."""
+    experts = [ExpertLinear(f"e.{e}", K, N, dtype=dtype) for e in range(3)]
+    made = JoinedGroups(GroupedLinear("e", experts, lambda tokens: MOST), members + 1, 0, device)
+    for tensor in made.tensors().values():
+        if tensor.dtype.itemsize == 1:
+            tensor.view(torch.uint8).fill_(0x7F)
+        else:
+            tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+    return made
+
+
+def rows_of(sizes: list[int], width: int, seed: int, padding: int = 0) -> tuple[torch.Tensor, Groups]:
+    """Rows of groups; behind them padding of NaN, as expert parallelism has."""
+    groups, m = groups_of(sizes), sum(sizes)
+    of_row = torch.cat([groups.of_row, groups.of_row.new_full((padding,), len(sizes))])
+    x = values(m + padding, width, seed=seed, dtype=torch.bfloat16)
+    x[m:] = float("nan")
+    return x, Groups(groups.offsets, of_row)
+
+
+def quantised(x: torch.Tensor, groups: Groups, fmt, scale: torch.Tensor, into: GroupPlace | None = None) -> Rows:
+    return quantise_groups(x, scale, fmt, groups, columns=True, into=into)
+
+
+def fill(sizes: list[list[int]], made: JoinedGroups, *, equal: bool = False) -> list[SimpleNamespace]:
+    """Every member's rows into its place; what it would be alone, and its exact values."""
+    found = []
+    for position, own in enumerate(sizes):
+        padding = 9 * position + (sum(own) == 0)  # nothing came: a row of padding
+        one = SimpleNamespace(sizes=own, values={})
+        for kind, fmt, width, seed in (("input", E4M3, K, 1), ("grad_output", E5M2, N, 2)):
+            x, one.groups = rows_of(own, width, seed + 10 * position, padding)
+            scale = scale_of_amax(amax_of_groups(x * 2.0**-position, one.groups), fmt)
+            scale = torch.full_like(scale, 20.0) if equal else scale
+            rows = quantised(x, one.groups, fmt, scale, made.place(kind, position))
+            setattr(one, kind, quantised(x, one.groups, fmt, scale))
+            bounds, scale_inv = one.groups.offsets.tolist(), scale.reciprocal().double()
+            one.values[kind] = [rows.whole[bounds[g] : bounds[g + 1]].double() * scale_inv[g] for g in range(3)]
+        found.append(one)
+    return found
+
+
+def gradients(out: torch.Tensor, sizes: list[list[int]], beta: int, made: JoinedGroups) -> list[torch.Tensor]:
+    grads = [out.clone() for _ in range(3)]
+    both = made.first(len(sizes))
+    accumulate_joined_mm(matrices(grads), both.dy, both.x, both.members, beta)
+    return grads
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+def test_a_place_gets_what_is_made_alone(fmt) -> None:
+    """Byte for byte, with scales and splits; nothing beside it is touched, nor behind its own rows' places."""
+    made, kind = joined(2), "input" if fmt is E4M3 else "grad_output"
+    width = K if fmt is E4M3 else N
+    x, groups = rows_of([3, 0, 41], width, 1, 9)
+    scale = torch.tensor([2.0, 5.0, 400.0], device=DEVICE)
+    alone, before = quantised(x, groups, fmt, scale), {name: t.clone() for name, t in made.tensors().items()}
+    place = made.place(kind, 1)
+    rows = quantised(x, groups, fmt, scale, place)
+    assert alone.columns is not None and rows.columns is place.stored and rows.scale_inv is place.scale_inv
+    assert same_bits(rows.whole.view(torch.uint8), alone.whole.view(torch.uint8))
+    own, whole = alone.columns.shape[1], places_for(MOST, 3)
+    assert own < whole and same_bits(place.stored[:, :own].contiguous().view(torch.uint8), alone.columns.view(torch.uint8))
+    assert same_bits(place.scale_inv, alone.scale_inv) and torch.equal(place.offsets, groups.offsets)
+    name = {"input": "x", "grad_output": "dy"}[kind]
+    for key, tensor in made.tensors().items():
+        was, now = (t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in (before[key], tensor))
+        if key == name:
+            was[:, whole : whole + own] = now[:, whole : whole + own]
+        elif key in (f"{name}_scale_inv", "offsets"):
+            was[1] = now[1]
+        assert same_bits(now, was), key
+
+
+def test_too_many_rows_for_a_place() -> None:
+    x, groups = rows_of([MOST, 20, 20], K, 1)
+    with pytest.raises(RuntimeError, match="140 rows take 192 places, and there are 160"):
+        quantised(x, groups, E4M3, torch.ones(3, device=DEVICE), joined(2).place("input", 0))
+
+
+@MEMBERS
+def test_against_float64(sizes: list[list[int]]) -> None:
+    """Members with scales of their own. Interpreted: float32 sums of t rows, of values within 2⁻²⁴ each of the exact ones, with
+    two roundings more of each member's scale. Compiled: Hopper keeps some 14 bits of an FP8 sum until 128 rows of it are moved
+    into float32 (tests/gpu/test_kernels_gpu.py)."""
+    made = joined(len(sizes))
+    members = fill(sizes, made)
+    for beta, before in ((0, float("nan")), (1, 0.25)):
+        grads = gradients(torch.full((N, K), before, device=DEVICE), sizes, beta, made)
+        for g, got in enumerate(grads):
+            x, dy = (torch.cat([one.values[kind][g] for one in members]) for kind in ("input", "grad_output"))
+            exact, size = dy.t() @ x, dy.abs().t() @ x.abs()
+            rows = x.shape[0]
+            if not rows:
+                assert same_bits(got, torch.full_like(got, 0.0 if beta == 0 else before)), "zeroed, or left alone to the bit"
+                continue
+            bound = (rows + 2 * len(sizes) + 4) * 2.0**-24 * size
+            if not INTERPRETED:
+                bound = bound + 2.0**-13 * (rows * dy.abs().amax(0)[:, None] * x.abs().amax(0) + 4 * size)
+            exact = exact + (before if beta else 0.0)
+            assert ((got.double() - exact).abs() <= bound + 2.0**-24 * exact.abs()).all()
+            assert exact.abs().max() > 1
+
+
+@MEMBERS
+def test_close_to_the_reference(sizes: list[list[int]]) -> None:
+    """The same operands as rows, in places as a CPU has them: sums in another order."""
+    made = joined(len(sizes))
+    fill(sizes, made)
+    with reference():
+        other = joined(len(sizes), device="cpu")
+        for position, own in enumerate(sizes):
+            for kind, fmt, width, seed in (("input", E4M3, K, 1), ("grad_output", E5M2, N, 2)):
+                x, groups = rows_of(own, width, seed + 10 * position, 2)
+                groups = Groups(groups.offsets.cpu(), groups.of_row.cpu())
+                scale = made.place(kind, position).scale_inv.cpu().reciprocal()
+                quantised(x.cpu(), groups, fmt, scale, other.place(kind, position))
+        both = other.first(len(sizes))
+        assert both.x.columns is None and both.x.whole.shape == (len(sizes) * places_for(MOST, 3), K)
+        want = [torch.full((N, K), 0.5) for _ in range(3)]
+        accumulate_joined_mm(Matrices(tuple(want)), both.dy, both.x, both.members, 1)
+    got = gradients(torch.full((N, K), 0.5, device=DEVICE), sizes, 1, made)
+    for a, b in zip(got, want, strict=True):
+        assert (a.cpu() - b).abs().max() <= (2.0**-18 if INTERPRETED else 2.0**-11) * max(1.0, b.abs().max().item())
+
+
+def test_one_member_has_the_bits_of_a_product_alone() -> None:
+    """Whatever stands beside it; also where others have no rows of the group, before it or behind."""
+    alone_sizes = [5, 0, 41]
+    for beta in (0, 1):
+        found = []
+        for sizes, mine in (([alone_sizes], 0), ([alone_sizes, [0, 0, 0]], 0), ([[0, 0, 0], alone_sizes], 1)):
+            made = joined(len(sizes))
+            one = fill(sizes, made)[mine]
+            out = torch.full((N, K), 0.25, device=DEVICE)
+            alone = [out.clone() for _ in range(3)]
+            accumulate_grouped_mm(matrices(alone), one.grad_output, one.input, one.groups, beta)
+            found = gradients(out, sizes, beta, made)
+            assert all(same_bits(a, b) for a, b in zip(found, alone, strict=True)) and found[2].abs().max() > 1
+
+
+def test_members_of_one_scale_are_one_sum() -> None:
+    """Tiles of whole steps: the bits of one group that has all their rows. The control: another scale is another result."""
+    sizes = [[32, 0, 64], [64, 0, 32]]
+    made = joined(2)
+    members = fill(sizes, made, equal=True)
+    groups = groups_of([96, 0, 96])
+    scale, whole = torch.full((3,), 20.0, device=DEVICE), {}
+    for kind, fmt, width, seed in (("input", E4M3, K, 1), ("grad_output", E5M2, N, 2)):
+        parts = [rows_of(own, width, seed + 10 * j)[0] for j, own in enumerate(sizes)]
+        x = torch.cat([parts[0][:32], parts[1][:64], parts[0][32:], parts[1][64:]])
+        whole[kind] = quantised(x, groups, fmt, scale)
+    want = [torch.full((N, K), 0.25, device=DEVICE) for _ in range(3)]
+    accumulate_grouped_mm(matrices(want), whole["grad_output"], whole["input"], groups, 1)
+    out = torch.full((N, K), 0.25, device=DEVICE)
+    if INTERPRETED:  # a step there is 32 rows, on a GPU 128
+        assert all(same_bits(a, b) for a, b in zip(gradients(out, sizes, 1, made), want, strict=True))
+    place = made.place("input", 1)
+    place.scale_inv.mul_(2.0)
+    doubled = gradients(torch.zeros_like(out), sizes, 0, made)
+    exact = [members[0].values["grad_output"][g].t() @ members[0].values["input"][g] for g in range(3)]
+    other = [members[1].values["grad_output"][g].t() @ members[1].values["input"][g] for g in range(3)]
+    for got, a, b in zip(doubled, exact, other, strict=True):
+        error, size = (got.double() - (a + 2 * b)).abs().max(), (a + 2 * b).abs().max()
+        assert error <= (2.0**-17 if INTERPRETED else 2.0**-8) * max(1.0, size)
+
+
+def test_scales_far_apart() -> None:
+    """A member whose rows are all but nothing, beside one whose gradient is exactly zero and so has scale 1: nothing overflows,
+    and what there is arrives."""
+    for tiny in (0, 1):
+        made, sizes = joined(2), [[8, 0, 0], [8, 0, 0]]
+        fill(sizes, made)
+        x, groups = rows_of([8, 0, 0], N, 3)
+        for position in range(2):
+            small = x * 2.0**-100 if position == tiny else torch.zeros_like(x)
+            scale = scale_of_amax(amax_of_groups(small, groups), E5M2)
+            quantised(small, groups, E5M2, scale, made.place("grad_output", position))
+        got = gradients(torch.zeros(N, K, device=DEVICE), sizes, 0, made)[0]
+        assert got.isfinite().all() and 2.0**-100 < got.abs().max() < 2.0**-90
+
+
+def test_what_is_no_number_stays_visible() -> None:
+    """A member's infinite amax (scale 0) spoils its group alone, whatever the other's scale; compiled, a NaN its output."""
+    made, sizes = joined(2), [[8, 0, 8], [8, 0, 8]]
+    fill(sizes, made)
+    made.place("grad_output", 1).scale_inv[0] = float("inf")
+    got = gradients(torch.zeros(N, K, device=DEVICE), sizes, 0, made)
+    assert not got[0].isfinite().any() and got[2].isfinite().all()
+    if INTERPRETED:  # its own widening of FP8 makes numbers of NaN
+        return
+    fill(sizes, made)
+    made.place("grad_output", 1).stored.view(torch.uint8)[3, 0] = 0x7F
+    got = gradients(torch.zeros(N, K, device=DEVICE), sizes, 0, made)
+    assert got[0][3].isnan().all() and got[0][:3].isfinite().all() and got[2].isfinite().all()
