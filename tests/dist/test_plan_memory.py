@@ -24,6 +24,7 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "tp": ({"tp": 2}, {}),
     "cp, ZeRO, recompute": ({"cp": 2}, {"optim__zero": 1, "model__recompute": "full"}),
     "ep": ({"ep": 2}, MOE),
+    "ep, coalesced": ({"ep": 2}, {**MOE, "pipeline__coalesce_w": 2}),
     "ep, tapes": ({"ep": 2}, {**MOE, "data__seq_len": 128, "graphs__backend": "host_replay"}),
 }
 

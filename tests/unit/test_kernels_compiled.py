@@ -20,14 +20,15 @@ from tests.helpers import ROOT
 pytest.importorskip("triton", reason="needs Triton (extra test)")
 
 CODE = """
-import json, re
+import json, re, subprocess
+from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from qeffect_lm.kernels import experts, grouped, router, scales
 
 POINTERS = {"x", "table", "like", "x_scale_inv", "scale_table", "out", "offsets", "dy", "dy_scale_inv", "hidden", "row_weights",
-            "d_weighted", "group_of_row", "d_hidden", "of_rows", "amax", "rows", "places", "role_rows", "held",
+            "d_weighted", "group_of_row", "d_hidden", "of_rows", "amax", "rows", "role_rows", "held",
             "history", "open_amax", "scale", "scale_inv", "logits", "numbers", "weights", "d_weights", "sums", "d_logits"}
 
 
@@ -41,7 +42,7 @@ def ptx(kernel, tiles, types, **constants):
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
-    sizes = {"f", "n", "k", "pitch", "stride_n", "stride_k"} - set(constants)
+    sizes = {"f", "n", "k", "pitch", "places", "stride_n", "stride_k"} - set(constants)
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in names if n in POINTERS | sizes}
     source = ASTSource(kernel, signature, values, attributes)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
@@ -54,6 +55,15 @@ def counted(text):
         ("narrow", r"(ld|st)\\.global[.\\w]*\\.[bsu](8|16)\\b"), ("vectors", r"(ld|st)\\.global\\.v4\\.b32"))}
 
 
+def assembled(text):
+    # what the assembler makes of it: bytes of registers that did not fit, and products that wait for each other
+    Path("made.ptx").write_text(text)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    command = [tool, "-v", "--gpu-name", "sm_90a", "made.ptx", "-o", "made.cubin"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    return {"spilled": sum(map(int, re.findall(r"(\\d+) bytes spill stores", said))), "serial": said.count("are serialized")}
+
+
 base = dict(table="*i64", offsets="*i32", x_scale_inv="*fp32", dy_scale_inv="*fp32", scale_table="*i64", out="*bf16")
 found = {}
 for name, tiles, element, inner, fast in (
@@ -64,9 +74,13 @@ for name, tiles, element, inner, fast in (
     found[name] = counted(ptx(
         grouped._product_kernel, tiles, base | {"x": f"*{element}", "like": f"*{like}"}, FP8=element != "bf16", FAST=fast,
         WIDE=False, ALIGNED=ALIGNED, INNER=inner, COUNT=16, **{"stride_k" if inner else "stride_n": 1}))
-found["W"] = counted(ptx(
-    grouped._accumulate_columns_kernel, grouped._FP8_W, base | {"dy": "*fp8e5", "x": "*fp8e4nv", "like": "*fp32"},
-    BETA=1, WIDE=False, ALIGNED=ALIGNED, COUNT=16, EARLY=grouped._EARLY))
+for members, tiles, early in ((1, "_FP8_W", False), (2, "_FP8_W", False), (2, "_FP8_W", True), (1, "_FP8_W_LONG", False),
+                              (2, "_FP8_W_LONG", False), (2, "_FP8_W_LONG", True)):
+    made = ptx(
+        grouped._accumulate_columns_kernel, getattr(grouped, tiles),
+        base | {"dy": "*fp8e5", "x": "*fp8e4nv", "like": "*fp32"},
+        BETA=1, WIDE=False, ALIGNED=ALIGNED, COUNT=16, EARLY=early, MEMBERS=members)
+    found[f"W {members} {tiles} {early}"] = counted(made) | assembled(made)
 found["W bfloat16"] = counted(ptx(
     grouped._accumulate_rows_kernel, grouped._BF16_W, base | {"dy": "*bf16", "x": "*bf16", "like": "*fp32"},
     BETA=1, WIDE=False, ALIGNED=ALIGNED))
@@ -102,15 +116,17 @@ def compiled(folder: Path, aligned: bool) -> list[dict[str, Any]]:
     environment["TRITON_CACHE_DIR"] = str(folder)
     (folder / "compiled.py").write_text(CODE.replace("ALIGNED=ALIGNED", f"ALIGNED={aligned}"))
     command, paths = [sys.executable, str(folder / "compiled.py")], {"PYTHONPATH": str(ROOT)}
-    made = subprocess.run(command, env=environment | paths, cwd=ROOT, check=True, timeout=170, stdout=subprocess.PIPE)
+    made = subprocess.run(command, env=environment | paths, cwd=folder, check=True, timeout=170, stdout=subprocess.PIPE)
     return json.loads(made.stdout)
 
 
 def test_tensor_cores_and_whole_loads(tmp_path):
-    """Hopper's warpgroup products, fed by copies of 16 bytes past the registers; nothing is loaded or stored by the byte."""
+    """Hopper's warpgroup products, fed by copies of 16 bytes past the registers; nothing is loaded or stored by the byte.
+    W of one microbatch and of two keeps its sums in registers, and its products wait only where the program says so."""
     products, between, scales, routers = compiled(tmp_path, True)
     for name, count in products.items():
         assert count["wgmma"] >= 4 and count["mma"] == 0 and count["async"] >= 12 and count["narrow"] == 0, (name, count)
+        assert not count.get("spilled") and not count.get("serial"), (name, count)
     for name, count in between.items():
         assert count["vectors"] >= 4 and count["narrow"] == 0, (name, count)
     for name, count in routers.items():

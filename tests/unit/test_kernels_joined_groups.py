@@ -7,6 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from models.moe import MoEPart
+from models.spec import Place
+from qeffect_lm.contract.leases import Joint
 from qeffect_lm.fp8.grouped import (
     GroupPlace,
     Groups,
@@ -19,10 +22,14 @@ from qeffect_lm.fp8.grouped import (
     quantise_groups,
 )
 from qeffect_lm.fp8.quantise import E4M3, E5M2, scale_of_amax
+from qeffect_lm.fp8.recipes import DelayedScaling
+from qeffect_lm.layers.base import split_layers
 from qeffect_lm.layers.grouped import ExpertLinear, GroupedLinear
-from qeffect_lm.layers.joined import JoinedGroups
+from qeffect_lm.layers.joined import JoinedBuffers, JoinedGroups
+from qeffect_lm.layers.moe import bind_experts
 from tests.tiny import same_bits
 from tests.unit.interpreted import DEVICE, INTERPRETED, kernels_run, reference  # noqa: F401
+from tests.unit.layer_harness import Harness
 from tests.unit.test_kernels_grouped import groups_of, matrices, values
 
 N, K, MOST = 48, 80, 100
@@ -231,3 +238,38 @@ def test_what_is_no_number_stays_visible() -> None:
     made.place("grad_output", 1).stored.view(torch.uint8)[3, 0] = 0x7F
     got = gradients(torch.zeros(N, K, device=DEVICE), sizes, 0, made)
     assert got[0][3].isnan().all() and got[0][:3].isfinite().all() and got[2].isfinite().all()
+
+
+def run_layer(together: bool) -> dict[str, torch.Tensor]:
+    """F, I and W of two microbatches of a layer whose experts have had no amax; W apart, or of both at once."""
+    place = Place("layers.0.moe", 32, 1, torch.bfloat16, 0.02, 0, DelayedScaling())
+    layer = MoEPart(48, 4, 2).build(place)
+    harness = Harness(layer.to(DEVICE))
+    harness.fill(3, 0.2)
+    bind_experts(layer)
+    if together:
+        harness.stage.joined = JoinedBuffers(split_layers(layer), 2, 2, 32, DEVICE)
+    xs = [values(2, 16, 32, seed=20 + m, dtype=torch.bfloat16) * 3.0**m for m in range(2)]
+    microbatches = [harness.microbatch(m, x, torch.ones_like(x)) for m, x in enumerate(xs)]
+    ledger, stage = harness.ledger, harness.stage
+    with harness.step():
+        for kind, work in (("F", stage.forward), ("I", stage.input_grad), ("W", stage.weight_grad)):
+            for m in microbatches:
+                joint = (Joint(2, 0) if kind == "W" and m.number else Joint()) if together else None
+                beta = None if kind == "F" else m.number
+                with ledger.action(kind, 0, m.number, beta=beta, slots=m.slots, joint=joint) as scope:
+                    work(m.slot, scope)
+    found = {f"out {m.number}": m.out for m in microbatches} | {f"dx {m.number}": m.dx for m in microbatches}
+    return found | harness.grads | {"amax": harness.timeline.open_amax}
+
+
+def test_a_layer() -> None:
+    """The kernels' layer, with scales that differ: all but experts' gradients are the bits of W apart, and those are as close
+    as sums in another order."""
+    apart, got = run_layer(False), run_layer(True)
+    for name, tensor in apart.items():
+        if ".experts." not in name:
+            assert same_bits(got[name], tensor), name
+            continue
+        assert (got[name] - tensor).abs().max() <= (2.0**-19 if INTERPRETED else 2.0**-11) * tensor.abs().max(), name
+    assert sum(bool(tensor.any()) for name, tensor in got.items() if ".experts." in name) == 8
