@@ -1,6 +1,6 @@
 """Mixture of experts on a real GPU: kernels against plain loops, captured equals eager, idle experts (case S2), generation.
 
-    python -m pytest -q tests/gpu/test_moe_gpu.py tests/unit/test_kernels_grouped.py
+    python -m pytest -q tests/gpu/test_moe_gpu.py tests/unit/test_kernels_grouped.py tests/unit/test_kernels_joined_groups.py
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from qeffect_lm.fp8.grouped import (
 from qeffect_lm.fp8.quantise import E4M3, E5M2, quantise, scale_of_amax
 from tests.gpu.test_engine_gpu import SHAPE, data
 from tests.tiny import Trained, assert_moved, batch, config, differing, same_bits, train
+from tests.unit import test_kernels_joined_groups as joined_groups
 from tests.unit.engine_support import tensors
 
 # The same checks as on CPU, there interpreted, here compiled. Not their fixture: here the dispatch decides for itself.
@@ -156,13 +157,18 @@ def test_tiles_of_w_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
         quantise_groups(t, Scales.of(scale_of_amax(amax_of_groups(t, groups), fmt)), fmt, groups, columns=True)
         for t, fmt in ((x, E4M3), (dy, E5M2))
     ]
-    found = []
+    sizes = [[3, 0, 70], [16, 33, 0]]
+    places, found, joined = joined_groups.joined(2), [], []
+    joined_groups.fill(sizes, places)
     for longest in (1, 4096):
         monkeypatch.setattr(grouped, "_LONG", longest)
+        out = torch.full((joined_groups.N, joined_groups.K), 0.5, device="cuda")
+        joined.append(torch.stack(joined_groups.gradients(out, sizes, 1, places)))
         grads = [torch.full((N, K), 0.5, device="cuda") for _ in range(EXPERTS)]
         accumulate_grouped_mm(matrices(grads), operands[1], operands[0], groups, 1)
         found.append(torch.stack(grads))
     assert same_bits(*found) and bool((found[0] != 0.5).any())
+    assert same_bits(*joined) and bool((joined[0] != 0.5).any()), "of two microbatches with scales of their own"
 
 
 def settings(**keys: Any) -> dict[str, Any]:
@@ -171,11 +177,12 @@ def settings(**keys: Any) -> dict[str, Any]:
 
 
 @lru_cache
-def trained(graphs: str, recipe: str = "delayed", window: str = "step", recompute: str = "none") -> Trained:
+def trained(graphs: str, recipe: str = "delayed", window: str = "step", recompute: str = "none", n: int = 1) -> Trained:
     backend, _, scope = graphs.partition(" ")
     fp8 = {"recipe": recipe, "history": 4, "window": window}
     how = {"backend": backend, **({"scope": scope} if scope else {})}
-    return train(config(**settings(graphs=how, precision__fp8=fp8, model__recompute=recompute)), 6, batches=data)
+    keys = {"graphs": how, "precision__fp8": fp8, "model__recompute": recompute, "pipeline__coalesce_w": n}
+    return train(config(**settings(**keys)), 6, batches=data)
 
 
 def same(a: Trained, b: Trained) -> None:
@@ -202,8 +209,40 @@ def test_recompute_gives_the_same_bits(graphs: str) -> None:
     same(trained(graphs, recompute="full"), trained("eager"))
 
 
+@pytest.mark.parametrize("graphs", ["cuda_graphs action", "cuda_graphs step"])
+@pytest.mark.parametrize("n", [2, 3])
+def test_joined_captured_equals_eager(graphs: str, n: int) -> None:
+    """pipeline.coalesce_w, with 3 also a smaller last group; recomputed, too."""
+    eager = trained("eager", n=n)
+    assert_moved(eager)
+    same(trained(graphs, n=n), eager)
+    if n == 2:
+        same(trained(graphs, n=n, recompute="full"), eager)
+
+
+def test_joined_against_each_by_itself() -> None:
+    """The first step: same operands, sums in another order, of which Hopper keeps some 14 bits for 128 rows."""
+    apart, joined = (train(config(**settings(pipeline__coalesce_w=n)), 1, batches=data) for n in (1, 3))
+    assert apart.losses == joined.losses
+    moved = 0
+    for name in apart.assembly.flat.trainable_names:
+        a, b = (run.assembly.flat.grad(name) for run in (apart, joined))
+        if ".experts." not in name:
+            continue
+        assert (a.double() - b.double()).norm() <= 1e-2 * a.double().norm() and bool(a.any()), name
+        moved += not torch.equal(a, b)
+    assert moved > 8
+
+
+def test_poisoned_places_change_nothing() -> None:
+    keys = {"graphs": {"backend": "cuda_graphs"}, "pipeline__coalesce_w": 2, "contract__poison": True}
+    fp8 = {"recipe": "delayed", "history": 4, "window": "step"}
+    same(train(config(**settings(**keys, precision__fp8=fp8)), 6, batches=data), trained("eager", n=2))
+
+
+@pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("graphs", [{"backend": "cuda_graphs"}, {"backend": "cuda_graphs", "scope": "step"}], ids=str)
-def test_idle_experts(graphs: dict[str, str]) -> None:
+def test_idle_experts(graphs: dict[str, str], n: int) -> None:
     """S2: captured while two experts sleep; they work in the third step, and sleep again. Scales, histories and gradients are
     as they must be, and all bits those of eager work."""
     from tests.unit.test_moe_engine import ASLEEP, route, sleepers
@@ -213,7 +252,7 @@ def test_idle_experts(graphs: dict[str, str]) -> None:
 
     results = []
     for how in ({"backend": "eager"}, graphs):
-        keys = settings(graphs=how, model__num_layers=2, pipeline__microbatches=2, model__dropout=0.0)
+        keys = settings(graphs=how, model__num_layers=2, pipeline__microbatches=2, model__dropout=0.0, pipeline__coalesce_w=n)
         keys["model__moe"] = {"num_experts": 6, "aux_loss_coef": 0.0}
         assembly = assemble(config(**keys))
         route(assembly, ASLEEP)
