@@ -131,18 +131,20 @@ def test_against_float64(sizes: list[list[int]]) -> None:
     made = joined(len(sizes))
     members = fill(sizes, made)
     for beta, before in ((0, float("nan")), (1, 0.25)):
-        grads = gradients(torch.full((N, K), before, device=DEVICE), sizes, beta, made)
+        out = torch.full((N, K), before, device=DEVICE)
+        out[0, 0] = -0.0
+        grads = gradients(out, sizes, beta, made)
         for g, got in enumerate(grads):
             x, dy = (torch.cat([one.values[kind][g] for one in members]) for kind in ("input", "grad_output"))
             exact, size = dy.t() @ x, dy.abs().t() @ x.abs()
             rows = x.shape[0]
             if not rows:
-                assert same_bits(got, torch.full_like(got, 0.0 if beta == 0 else before)), "zeroed, or left alone to the bit"
+                assert same_bits(got, out if beta else torch.zeros_like(out)), "zeroed, or left alone, not even a zero's sign"
                 continue
             bound = (rows + 2 * len(sizes) + 4) * 2.0**-24 * size
             if not INTERPRETED:
                 bound = bound + 2.0**-13 * (rows * dy.abs().amax(0)[:, None] * x.abs().amax(0) + 4 * size)
-            exact = exact + (before if beta else 0.0)
+            exact = exact + (out.double() if beta else 0.0)
             assert ((got.double() - exact).abs() <= bound + 2.0**-24 * exact.abs()).all()
             assert exact.abs().max() > 1
 
@@ -211,18 +213,22 @@ def test_members_of_one_scale_are_one_sum() -> None:
 
 
 def test_scales_far_apart() -> None:
-    """A member whose rows are all but nothing, beside one whose gradient is exactly zero and so has scale 1: nothing overflows,
-    and what there is arrives."""
+    """A member whose gradient is all but nothing, beside one whose is exactly zero, so that its scale is 1, and whose input is
+    large: their scales are further apart than float32 reaches. Nothing overflows, and what there is arrives."""
+    sizes = [[8, 0, 0], [8, 0, 0]]
     for tiny in (0, 1):
-        made, sizes = joined(2), [[8, 0, 0], [8, 0, 0]]
-        fill(sizes, made)
-        x, groups = rows_of([8, 0, 0], N, 3)
+        made, values_of = joined(2), {}
         for position in range(2):
-            small = x * 2.0**-100 if position == tiny else torch.zeros_like(x)
-            scale = scale_of_amax(amax_of_groups(small, groups), E5M2)
-            quantised(small, groups, E5M2, scale, made.place("grad_output", position))
+            for kind, fmt, width, factor in (("input", E4M3, K, 1.0), ("grad_output", E5M2, N, 2.0**-100)):
+                x, groups = rows_of([8, 0, 0], width, 3)
+                x = x * (factor if position == tiny else 2.0**15 if kind == "input" else 0.0)
+                scale = scale_of_amax(amax_of_groups(x, groups), fmt)
+                rows = quantised(x, groups, fmt, scale, made.place(kind, position))
+                if position == tiny:
+                    values_of[kind] = rows.whole.double() / scale[0].double()
         got = gradients(torch.zeros(N, K, device=DEVICE), sizes, 0, made)[0]
-        assert got.isfinite().all() and 2.0**-100 < got.abs().max() < 2.0**-90
+        exact = values_of["grad_output"].t() @ values_of["input"]
+        assert got.isfinite().all() and (got.double() - exact).norm() <= 2.0**-10 * exact.norm() and exact.any()
 
 
 def test_what_is_no_number_stays_visible() -> None:
