@@ -60,7 +60,7 @@ class _Tiles:
 _FAST = _Tiles(128, 256, 128, warps=8)
 _FP8 = _Tiles(128, 128, 128)
 _FP8_W = _Tiles(64, 64, 128)  # of few rows W is the traffic of its gradient, which more programs hide better
-_FP8_W_LONG, _LONG = _Tiles(128, 128, 128, warps=8), 4096  # rows a group and member
+_FP8_W_LONG, _LONG = _Tiles(128, 128, 128, warps=8), 4096  # rows a group and member; with 4 warps sums leave the registers
 _EARLY = False
 _BF16 = _Tiles(128, 256, 64, warps=8)
 _BF16_W = _Tiles(128, 128, 64)
@@ -238,11 +238,13 @@ def _accumulate_columns_kernel(
         inside = place < end
         a = tl.load(a_at + begin, mask=inside[None, :], other=0.0)
         b = tl.load(b_at + begin, mask=inside[:, None], other=0.0)
+        # Out of the tensor cores' sum every TILE_K places. Left to do so (_dot), Triton reads a product's sum before it waits
+        # for the product, and the assembler then has every one wait.
         if WIDE:
             part = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
         else:
             part = tl.dot(a, b)
-        total += part * factor  # moved out of the tensor cores' sum every TILE_K places
+        total += part * factor
     total *= unit
     _add(at, mask, some > 0, held, total, BETA, EARLY)
 

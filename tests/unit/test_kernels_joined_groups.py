@@ -15,6 +15,7 @@ from qeffect_lm.fp8.grouped import (
     Groups,
     Matrices,
     Rows,
+    Scales,
     accumulate_grouped_mm,
     accumulate_joined_mm,
     amax_of_groups,
@@ -64,7 +65,7 @@ def rows_of(sizes: list[int], width: int, seed: int, padding: int = 0) -> tuple[
 
 
 def quantised(x: torch.Tensor, groups: Groups, fmt, scale: torch.Tensor, into: GroupPlace | None = None) -> Rows:
-    return quantise_groups(x, scale, fmt, groups, columns=True, into=into)
+    return quantise_groups(x, Scales.of(scale), fmt, groups, columns=True, into=into)
 
 
 def fill(sizes: list[list[int]], made: JoinedGroups, *, equal: bool = False) -> list[SimpleNamespace]:
