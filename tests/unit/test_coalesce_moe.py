@@ -15,9 +15,11 @@ import torch
 
 from pipeline.measure import Meter
 from qeffect_lm.app.assemble import Assembly, assemble
+from qeffect_lm.app.ceilings import ceilings
+from qeffect_lm.app.clock import Clock
 from qeffect_lm.app.dry_run import describe
 from qeffect_lm.app.layout import Layout
-from qeffect_lm.config import Config
+from qeffect_lm.config import Config, load_config
 from qeffect_lm.contract.errors import LeaseError
 from qeffect_lm.errors import UsageError
 from qeffect_lm.fp8.gemm import accumulate_mm
@@ -29,6 +31,7 @@ from qeffect_lm.layers.joined import JoinedBuffers, JoinedGroups, place_bytes
 from qeffect_lm.layers.moe import MoE, mixtures
 from qeffect_lm.parallel.expert import ExpertParallel
 from qeffect_lm.parallel.tensor import TensorParallel
+from tests.helpers import ROOT
 from tests.runs import CONFIG, assert_same_run, run_here, write_config
 from tests.tiny import Trained, assert_moved, batch, config, differing, merged, train
 from tests.unit.engine_support import tensors
@@ -274,6 +277,24 @@ def test_frozen_experts_have_no_places():
     joined = JoinedBuffers(moe.modules(), 4, 2, 32, "cpu")
     assert [list(group) for group in joined.groups] == [[moe.gate_up.name]] * 2
     assert before - place_bytes(moe.modules(), 32) == (64 + 16 * EXPERTS) * (48 + 32) + 4 * (3 * EXPERTS + 1)
+
+
+def test_a_plan_takes_the_rate_of_all_rows():
+    """Seconds of a layer's products: W of experts goes by an expert's rows of the whole group, F and I by one microbatch's."""
+    device, found = ceilings("h200"), []
+    for n in (1, 2):
+        chosen = load_config(ROOT / "models/configs/bench-moe.yaml", [f"pipeline.coalesce_w={n}", "pipeline.microbatches=4"])
+        layout = Layout(chosen)
+        block = next(block for block in layout.blocks if block.layer == 1)
+        clock = Clock(layout, None, device, None)
+        others = [param for param in clock._matrices(block) if layout.specs[param.name].expert is None]
+        dense = sum(device.products["fp8"].seconds("W", layout.tokens * n, *param.shape) / n for param in others)
+        f, i, w = clock._products(block, True)
+        found.append((f, i, w - dense))
+        rows = clock._rows() * device.expert_imbalance / 8
+        flop = 2 * rows * sum(param.numel for param in clock._matrices(block) if param not in others)
+        assert w - dense == pytest.approx(flop / device.experts["fp8"].at("W", rows * n))
+    assert found[0][:2] == found[1][:2] and found[1][2] < found[0][2]
 
 
 @pytest.mark.parametrize("graphs", ["action", "step"])
