@@ -34,7 +34,7 @@ ELSEWHERE = {
     r"my_family": "tests/unit/test_extending.py, which takes the page's code",
     r"^srun": "needs Slurm",
     r"cuda|demo-gpu|tests/gpu|bench (placement|kernels|train|layers|capture|curves)|backend=te": "needs a GPU",
-    r"^python -m tools\.parity( --all| --json| --parallel.*)?$": "minutes to hours; its cells are tests of their own",
+    r"^python -m tools\.parity( --all| --json| --parallel.*)?( *#.*)?$": "minutes to hours; its cells are tests of their own",
     r"^python -m tools\.parity --parallel": "minutes; tests/dist/test_layouts.py",
     r"torchtitan": "make test-titan",
     r"nproc-per-node 8 -m tools": "eight ranks; the same with two is a test of its own",
@@ -104,10 +104,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return made
 
 
-def save_tokenizer(path: Path, texts: list[str]) -> None:
+def save_tokenizer(path: Path, texts: list[str], end: str = "</s>") -> None:
     made = Tokenizer(models.BPE())
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=300, special_tokens=["</s>"], show_progress=False))
+    made.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=300, special_tokens=[end], show_progress=False))
     made.save(str(path))
 
 
@@ -199,7 +199,10 @@ def test_convert(world: World) -> None:
     """The generic lines with a folder of each kind; then the page's two stories."""
     section = {**SECTION, "vocab_size": 512}
     hub = make_folder(world.root / "home/hub/Llama-3.2-1B", random_tensors(section), config=config_json(section))
-    shutil.copy2(world.root / "data/small.model", hub / "tokenizer.model")
+    texts = [f"Once there were {n} words in a text.\n" * 20 for n in range(40)]
+    save_tokenizer(hub / "tokenizer.json", texts, "<|end_of_text|>")
+    for number, text in enumerate(texts):
+        world.write(f"texts/{number}.txt", text)
     shutil.copytree(unpacked(world.root / "golden") / "dist", world.root / "ckpts/mine")
     world.run("python train.py CONFIG.yaml run.dir=runs/run")
     generic, mine, megatron = [block for block in blocks() if block.page == "convert.md"]
@@ -208,12 +211,12 @@ def test_convert(world: World) -> None:
         kind = re.search(r"--from (\w+)", command)
         assert kind is not None
         world.run(command.replace("SRC", kinds[kind.group(1)]).replace("DST", f"out/{number}"))
-    data = {**CONFIG["data"], "seq_len": 16, "microbatch_size": 1}
+    data = {"train": "corpus/mine.train", "seq_len": 16, "microbatch_size": 1}
     more = {"data": data, "train": {"steps": 2}, "precision": {"fp8": {"recipe": "delayed"}}, "graphs": {"backend": "eager"}}
     start = {"base": "models/llama-3.2-1b/model.yaml", "checkpoint": {"init_from": "models/llama-3.2-1b"}}
     world.write("mine.yaml", {**start, **more, "run": {"dir": "runs/run2"}})
     world.run(mine.text.replace("runs/run ", "runs/run2 "))
-    data = {**data, "tokenizer": None}
+    data = {**CONFIG["data"], **data, "train": CONFIG["data"]["train"], "tokenizer": None}
     more["precision"] = {"fp8": {"recipe": "none"}}  # its sizes are not those of FP8 products, and it knows 59 tokens
     world.write("mine.yaml", {**more, "base": "runs/mine-start/model.yaml", "run": {"dir": "runs/run3"}, "data": data})
     world.run(megatron.text.replace("init_state=training", "init_state=training --dry-run"))
