@@ -24,7 +24,8 @@ class Ceilings(Links):
 
     Attributes:
         memory_tb_s: bandwidth of its memory; ``touches``: how often a byte that a layer makes crosses it beside products.
-        layer_overhead_us: launches of one layer and microbatch.
+        layer_overhead_us: launches of one layer and microbatch; ``routing_us``: what experts add to that, the tiles that their
+            uneven rows leave part empty among it.
         products, experts, attention, row_attention: as measured (:mod:`qeffect_lm.app.rates`); ``row_attention`` is of the
             kernels for packed documents and for sequences cut over ranks.
         expert_imbalance: rows of the busiest rank's experts over the mean of all ranks.
@@ -38,6 +39,7 @@ class Ceilings(Links):
     memory_tb_s: float
     touches: float
     layer_overhead_us: float
+    routing_us: float
     expert_imbalance: float
     products: Mapping[str, Products]
     experts: Mapping[str, Rates]

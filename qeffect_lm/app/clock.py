@@ -149,7 +149,7 @@ class Clock:
         f, i, w = self._products(block, fp8)
         attend, attend_back = self._attention()
         made = self._moved(None if self.rehearsed is None else self.rehearsed.layers[fp8, recompute])
-        third = self.device.layer_overhead_us * 1e-6 / 3
+        third = (self.device.layer_overhead_us + block.routes * self.device.routing_us) * 1e-6 / 3
         rerun = {"none": 0.0, "selective": attend, "full": attend + f - self._tail(block, fp8)}[recompute]
         cost = Cost((f + attend + made[0] + third, i + attend_back + rerun + made[1] + third, w + third))
         return self._exchanging(cost, block, recompute)
