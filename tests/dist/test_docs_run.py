@@ -199,7 +199,7 @@ def test_convert(world: World) -> None:
     """The generic lines with a folder of each kind; then the page's two stories."""
     section = {**SECTION, "vocab_size": 512}
     hub = make_folder(world.root / "home/hub/Llama-3.2-1B", random_tensors(section), config=config_json(section))
-    texts = [f"Once there were {n} words in a text.\n" * 20 for n in range(40)]
+    texts = [f"Once there were {n} words in a text.\n" * 20 for n in range(400)]
     save_tokenizer(hub / "tokenizer.json", texts, "<|end_of_text|>")
     for number, text in enumerate(texts):
         world.write(f"texts/{number}.txt", text)
