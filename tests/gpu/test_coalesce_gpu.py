@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from qeffect_lm.config import Config
-from qeffect_lm.contract.errors import LeaseError
 from qeffect_lm.fp8.gemm import accumulate_mm, accumulate_scaled_mm
 from qeffect_lm.fp8.quantise import dequantise
 from qeffect_lm.layers.linear import SplitLinear, WeightGradOperands
 from tests.gpu.captures import assert_same_captures
 from tests.gpu.test_engine_gpu import MICROBATCHES, SHAPE, data
 from tests.tiny import Trained, assert_moved, config, differing, local_plan, train
+from tests.unit.engine_support import assert_a_swapped_w_is_trapped
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -163,15 +163,4 @@ def test_captured_again():
 
 def test_a_member_that_did_not_run_is_trapped():
     """The last W of a group before the first's: refused before its graph is launched, and the next step is clean."""
-    run = train(settings(2, "action", pipeline__w_delay=0), 1, batches=data)
-    engine = run.assembly.engine
-    order = engine.actions
-    first, second = (next(i for i, a in enumerate(order) if str(a) == name) for name in ("0W0", "0W1"))
-    wrong = list(order)
-    wrong[first], wrong[second] = wrong[second], wrong[first]
-    engine.actions = tuple(wrong)
-    with pytest.raises(LeaseError, match="W of microbatch 0 has not handed its leases over"):
-        engine.step(1, data(1))
-    engine.actions = order
-    clean = train(settings(2, "action", pipeline__w_delay=0), 2, batches=data)
-    assert float(engine.step(1, data(1)).loss) == clean.losses[1]
+    assert_a_swapped_w_is_trapped(settings(2, "action", pipeline__w_delay=0), data)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 
 from qeffect_lm.app.assemble import Assembly, assemble
-from tests.tiny import batch, config, differing
+from qeffect_lm.config import Config
+from qeffect_lm.contract.errors import LeaseError
+from tests.tiny import Batch, batch, config, differing, train
 
 BACKENDS = ("eager", "host_replay")
 TINY = {"model__num_layers": 2}
@@ -53,3 +57,21 @@ def assert_as_reference(assembly: Assembly, results: list[tuple[float, float, bo
     assert results == wanted
     assert differing(tensors(assembly), state) == []
     assert assembly.ledger.state() == counters
+
+
+def assert_a_swapped_w_is_trapped(settings: Config, batches: Callable[[int], Batch]) -> None:
+    """W of two microbatches as one product: the last one's W before the first's is refused before it runs, and the next step is
+    clean."""
+    run = train(settings, 1, batches=batches)
+    engine = run.assembly.engine
+    order = engine.actions
+    first, second = (next(i for i, a in enumerate(order) if str(a) == name) for name in ("0W0", "0W1"))
+    wrong = list(order)
+    wrong[first], wrong[second] = wrong[second], wrong[first]
+    engine.actions = tuple(wrong)
+    with pytest.raises(LeaseError, match="W of microbatch 0 has not handed its leases over"):
+        engine.step(1, batches(1))
+    engine.actions = order
+    clean = train(settings, 2, batches=batches)
+    assert float(engine.step(1, batches(1)).loss) == clean.losses[1]
+    assert differing(tensors(run.assembly), clean.tensors) == []

@@ -20,7 +20,6 @@ from qeffect_lm.app.clock import Clock
 from qeffect_lm.app.dry_run import describe
 from qeffect_lm.app.layout import Layout
 from qeffect_lm.config import Config, load_config
-from qeffect_lm.contract.errors import LeaseError
 from qeffect_lm.errors import UsageError
 from qeffect_lm.fp8.gemm import accumulate_mm
 from qeffect_lm.fp8.grouped import Rows
@@ -34,7 +33,7 @@ from qeffect_lm.parallel.tensor import TensorParallel
 from tests.helpers import ROOT
 from tests.runs import CONFIG, assert_same_run, run_here, write_config
 from tests.tiny import Trained, assert_moved, batch, config, differing, merged, train
-from tests.unit.engine_support import tensors
+from tests.unit.engine_support import assert_a_swapped_w_is_trapped, tensors
 from tests.unit.in_process import Ranks
 from tests.unit.test_coalesce import GRAPHS, M, assert_same, data, grads, plain_groups
 from tests.unit.test_moe_engine import ASLEEP, route, sleepers
@@ -314,20 +313,7 @@ def test_the_fingerprint_knows(graphs):
 
 def test_a_member_that_did_not_run_is_trapped():
     """The last W of a group before the first's: refused before it runs, and the next step is clean."""
-    keys = {"pipeline__w_delay": 0}
-    run = train(settings(2, "action", **keys), 1, batches=data)
-    engine = run.assembly.engine
-    order = engine.actions
-    first, second = (next(i for i, a in enumerate(order) if str(a) == name) for name in ("0W0", "0W1"))
-    wrong = list(order)
-    wrong[first], wrong[second] = wrong[second], wrong[first]
-    engine.actions = tuple(wrong)
-    with pytest.raises(LeaseError, match="W of microbatch 0 has not handed its leases over"):
-        engine.step(1, data(1))
-    engine.actions = order
-    clean = train(settings(2, "action", **keys), 2, batches=data)
-    assert float(engine.step(1, data(1)).loss) == clean.losses[1]
-    assert differing(tensors(run.assembly), clean.tensors) == []
+    assert_a_swapped_w_is_trapped(settings(2, "action", pipeline__w_delay=0), data)
 
 
 def test_killed_and_resumed(tmp_path):
