@@ -160,12 +160,8 @@ PLACES = 16
 """Each group's columns begin at a multiple of this: as many FP8 values as one load takes."""
 
 
-def places_of(groups: Groups, rows: int) -> int:
-    """Places of ``rows`` rows, whatever the groups' sizes: enough for the zeros behind each group's."""
-    return places_for(rows, groups.count)
-
-
-def places_for(rows: int, groups: int) -> int:
+def places_of(rows: int, groups: int) -> int:
+    """Places of ``rows`` rows of as many ``groups``, whatever their sizes: enough for the zeros behind each group's."""
     return -(-rows // PLACES) * PLACES + groups * PLACES
 
 
@@ -310,7 +306,7 @@ def _placed(made: Rows, groups: Groups, into: GroupPlace) -> Rows:
 
 def _columns(q: torch.Tensor, groups: Groups) -> torch.Tensor:
     """The transposed copy by places of FP8 rows ``[rows, features]``, zeros between groups."""
-    places = places_of(groups, q.shape[0])
+    places = places_of(q.shape[0], groups.count)
     sizes = -(-groups.offsets.diff() // PLACES) * PLACES
     shift = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]) - groups.offsets
     place = torch.arange(q.shape[0], device=q.device) + shift[groups.of_row]

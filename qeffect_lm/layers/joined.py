@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from qeffect_lm import kernels
-from qeffect_lm.fp8.grouped import GroupPlace, Members, Rows, places_for
+from qeffect_lm.fp8.grouped import GroupPlace, Members, Rows, places_of
 from qeffect_lm.fp8.quantise import Place
 from qeffect_lm.fp8.recipes import FORMATS
 from qeffect_lm.layers.base import Deferred
@@ -49,7 +49,7 @@ def _place_bytes(layer: Deferred, tokens: int) -> int:
 
 def _places(layer: GroupedLinear, tokens: int) -> int:
     """Of a microbatch, whatever its routing."""
-    return places_for(layer.most_rows(tokens), len(layer.experts))
+    return places_of(layer.most_rows(tokens), len(layer.experts))
 
 
 def taking_part(layers: Iterable[torch.nn.Module]) -> list[Deferred]:

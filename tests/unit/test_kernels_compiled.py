@@ -74,13 +74,12 @@ for name, tiles, element, inner, fast in (
     found[name] = counted(ptx(
         grouped._product_kernel, tiles, base | {"x": f"*{element}", "like": f"*{like}"}, FP8=element != "bf16", FAST=fast,
         WIDE=False, ALIGNED=ALIGNED, INNER=inner, COUNT=16, **{"stride_k" if inner else "stride_n": 1}))
-for members, tiles, early in ((1, "_FP8_W", False), (2, "_FP8_W", False), (2, "_FP8_W", True), (1, "_FP8_W_LONG", False),
-                              (2, "_FP8_W_LONG", False), (2, "_FP8_W_LONG", True)):
+for members, tiles in ((1, "_FP8_W"), (2, "_FP8_W"), (1, "_FP8_W_LONG"), (2, "_FP8_W_LONG")):
     made = ptx(
         grouped._accumulate_columns_kernel, getattr(grouped, tiles),
         base | {"dy": "*fp8e5", "x": "*fp8e4nv", "like": "*fp32"},
-        BETA=1, WIDE=False, ALIGNED=ALIGNED, COUNT=16, EARLY=early, MEMBERS=members)
-    found[f"W {members} {tiles} {early}"] = counted(made) | assembled(made)
+        BETA=1, WIDE=False, ALIGNED=ALIGNED, COUNT=16, MEMBERS=members)
+    found[f"W {members} {tiles}"] = counted(made) | assembled(made)
 found["W bfloat16"] = counted(ptx(
     grouped._accumulate_rows_kernel, grouped._BF16_W, base | {"dy": "*bf16", "x": "*bf16", "like": "*fp32"},
     BETA=1, WIDE=False, ALIGNED=ALIGNED))

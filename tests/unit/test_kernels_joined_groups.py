@@ -19,7 +19,7 @@ from qeffect_lm.fp8.grouped import (
     accumulate_grouped_mm,
     accumulate_joined_mm,
     amax_of_groups,
-    places_for,
+    places_of,
     quantise_groups,
 )
 from qeffect_lm.fp8.quantise import E4M3, E5M2, scale_of_amax
@@ -105,7 +105,7 @@ def test_a_place_gets_what_is_made_alone(fmt) -> None:
     rows = quantised(x, groups, fmt, scale, place)
     assert alone.columns is not None and rows.columns is place.stored and rows.scale_inv is place.scale_inv
     assert same_bits(rows.whole.view(torch.uint8), alone.whole.view(torch.uint8))
-    own, whole = alone.columns.shape[1], places_for(MOST, 3)
+    own, whole = alone.columns.shape[1], places_of(MOST, 3)
     assert own < whole and same_bits(place.stored[:, :own].contiguous().view(torch.uint8), alone.columns.view(torch.uint8))
     assert same_bits(place.scale_inv, alone.scale_inv) and torch.equal(place.offsets, groups.offsets)
     name = {"input": "x", "grad_output": "dy"}[kind]
@@ -164,7 +164,7 @@ def test_close_to_the_reference(sizes: list[list[int]]) -> None:
                 scale = made.place(kind, position).scale_inv.cpu().reciprocal()
                 quantised(x.cpu(), groups, fmt, scale, other.place(kind, position))
         both = other.first(len(sizes))
-        assert both.x.columns is None and both.x.whole.shape == (len(sizes) * places_for(MOST, 3), K)
+        assert both.x.columns is None and both.x.whole.shape == (len(sizes) * places_of(MOST, 3), K)
         want = [torch.full((N, K), 0.5) for _ in range(3)]
         accumulate_joined_mm(Matrices(tuple(want)), both.dy, both.x, both.members, 1)
     got = gradients(torch.full((N, K), 0.5, device=DEVICE), sizes, 1, made)
