@@ -110,10 +110,13 @@ def test_equals_the_plain_reference(n, monkeypatch):
     assert_same(eager(n), reference)
 
 
-@pytest.mark.parametrize(
+CAPTURED = pytest.mark.parametrize(
     ("n", "graphs"), [(2, "action"), (3, "step"), (2, "body"), *(pytest.param(n, g, marks=pytest.mark.long) for n, g in
                       ((3, "action"), (2, "step"), (M, "action"), (M, "step")))]
 )  # fmt: skip
+
+
+@CAPTURED
 def test_captured_equals_eager(n, graphs):
     assert_same(train(settings(n, graphs), STEPS, batches=data), eager(n))
 

@@ -35,7 +35,7 @@ from tests.runs import CONFIG, assert_same_run, run_here, write_config
 from tests.tiny import Trained, assert_moved, batch, config, differing, merged, train
 from tests.unit.engine_support import assert_a_swapped_w_is_trapped, tensors
 from tests.unit.in_process import Ranks
-from tests.unit.test_coalesce import GRAPHS, M, assert_same, data, grads, plain_groups
+from tests.unit.test_coalesce import CAPTURED, GRAPHS, M, assert_same, data, grads, plain_groups
 from tests.unit.test_moe_engine import ASLEEP, route, sleepers
 
 STEPS, EXPERTS = 4, 8
@@ -111,10 +111,7 @@ def test_equals_the_plain_reference(n, monkeypatch):
     assert_same(eager(n), reference)
 
 
-@pytest.mark.parametrize(
-    ("n", "graphs"), [(2, "action"), (3, "step"), (2, "body"), *(pytest.param(n, g, marks=pytest.mark.long) for n, g in
-                      ((3, "action"), (2, "step"), (M, "action"), (M, "step")))]
-)  # fmt: skip
+@CAPTURED
 def test_captured_equals_eager(n, graphs):
     assert_same(train(settings(n, graphs), STEPS, batches=data), eager(n))
 

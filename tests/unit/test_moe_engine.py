@@ -171,18 +171,28 @@ def test_idle_experts_over_two_stages(eager, schedule, monkeypatch) -> None:
     assert differing(merged([tensors(part) for part in ranks.parts]), eager[1]) == []
 
 
-def test_idle_experts_resume(eager, tmp_path: Path) -> None:
-    """Saved while they sleep and have never worked; new objects, captured, go on bit for bit."""
-    one = assemble(config(**settings(graphs__backend="host_replay")))
+def save_asleep(one: Assembly, folder: Path) -> None:
+    """After two steps in which two experts sleep and have never worked."""
     route(one, ASLEEP)
     one.prepare(two(0))
     for number in range(2):
         route(one, STEPS[number])
         one.engine.step(number, two(number))
+    save(one, folder, 2, SingleProcess(), Mesh({}))
+
+
+def restored(other: Assembly, folder: Path) -> None:
+    """To where :func:`save_asleep` saved."""
     mesh = Mesh({})
-    save(one, tmp_path, 2, SingleProcess(), mesh)
+    restore(open_checkpoint(folder / "step_00000002"), other, Anywhere(), SingleProcess(), mesh.coords, dict(mesh.sizes))
+
+
+def test_idle_experts_resume(eager, tmp_path: Path) -> None:
+    """Saved while they sleep and have never worked; new objects, captured, go on bit for bit."""
+    one = assemble(config(**settings(graphs__backend="host_replay")))
+    save_asleep(one, tmp_path)
     other = assemble(config(**settings(graphs__backend="host_replay")))
-    restore(open_checkpoint(tmp_path / "step_00000002"), other, Anywhere(), SingleProcess(), mesh.coords, dict(mesh.sizes))
+    restored(other, tmp_path)
     assert differing(tensors(other), tensors(one)) == []
     losses = []
     for number in range(2, len(STEPS)):
@@ -224,17 +234,11 @@ def test_graphs_and_resumed_runs_find_the_rows_of_roles(eager, tmp_path: Path, m
     """What a kernel finds scales by is constant, and that of the timeline whose tensors the graphs read: a resumed run loads
     those in place, and its own order of roles is its own; a replaced tensor is an error before the next step."""
     one = bound(monkeypatch)
-    route(one, ASLEEP)
-    one.prepare(two(0))
-    for number in range(2):
-        route(one, STEPS[number])
-        one.engine.step(number, two(number))
-    mesh = Mesh({})
-    save(one, tmp_path, 2, SingleProcess(), mesh)
+    save_asleep(one, tmp_path)
     other = bound(monkeypatch)
     line = other.timeline
     before = {name: getattr(line, name).data_ptr() for name in ("scale", "history", "open_amax")}
-    restore(open_checkpoint(tmp_path / "step_00000002"), other, Anywhere(), SingleProcess(), mesh.coords, dict(mesh.sizes))
+    restored(other, tmp_path)
     assert before == {name: getattr(line, name).data_ptr() for name in before}
     rules = {entry.tensor.data_ptr(): entry.rule for entry in other.register.entries}
     for moe in mixtures(other.engine.stages[0].chunk):
