@@ -6,8 +6,9 @@ Most parameters are cut, and a rank finishes the gradient of its piece alone. Tw
   a sum, learned positions. The gradient is the sum over all ranks;
 * keys and values of a KV head that several ranks share. The gradient is the sum over those ranks.
 
-Both go through one buffer of a chunk and one all-reduce: a shared piece has a place there for each KV head, of which a rank
-fills its own and leaves zeros in the others, so that no groups of some of the ranks are needed. Every rank gets the same bytes.
+Both go through one buffer of a chunk and one sum: a shared piece has a place there for each KV head, of which a rank
+fills its own and leaves zeros in the others, so that no groups of some of the ranks are needed. Every rank gets the same bytes,
+whatever other chunks there are (:mod:`pipeline.ordered`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
+from pipeline.ordered import OrderedSum
 from qeffect_lm.contract.errors import CollectiveError
 from qeffect_lm.layers.dropout import host_key
 from qeffect_lm.optim.flat import FlatBuffers
@@ -38,7 +39,7 @@ class PartialSums:
     """
 
     def __init__(self, flat: FlatBuffers, mesh: Mesh) -> None:
-        self._group, self._others = mesh.group("tp"), mesh.others("tp")
+        self._others = mesh.others("tp")
         self.buffers: dict[int, torch.Tensor] = {}
         self._parts: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # (gradient, its place in the buffer)
         for chunk in sorted({flat.entry(name).spec.group for name in flat.trainable_names}):
@@ -52,6 +53,8 @@ class PartialSums:
                 first = at + place * grad.numel()
                 parts.append((grad, buffer[first : first + grad.numel()].view(grad.shape)))
                 at += places * grad.numel()
+        longest = max((buffer.numel() for buffer in self.buffers.values()), default=0)
+        self.ordered = OrderedSum(mesh, "tp", longest, flat.grad_buffer)
 
     @property
     def chunks(self) -> list[int]:
@@ -71,7 +74,7 @@ class PartialSums:
         for grad, place in self._parts[chunk]:
             place.copy_(grad)
         with naming(self._others, f"the sum of chunk {chunk}'s shared gradients over tp"):
-            dist.all_reduce(buffer, group=self._group)
+            self.ordered.sum_(buffer)
         for grad, place in self._parts[chunk]:
             grad.copy_(place)
 

@@ -6,7 +6,8 @@ The sum's order is ours and fixed. A library's reduce-scatter adds in an order o
 ranks, the message's size or the network, and takes pieces of one size only. So each rank sends every owner its part as it is,
 and the owner adds what it got in order of rank, ``((g0 + g1) + g2) + ...``, in the main gradients' dtype. A rank sends and
 receives as many bytes as in a ring's reduce-scatter; the price is a buffer of one bucket. Bits depend on the gradients and the
-number of replicas alone: not on bucket sizes, timing, or the backend. With two replicas they are those of an all-reduce.
+number of replicas alone: not on bucket sizes, timing, or the backend. They are those of replicas that share nothing
+(:mod:`pipeline.ordered`).
 
 On gloo and NCCL the same calls are made: ``all_to_all_single`` with sizes, and a broadcast by each owner.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from pipeline.ordered import added_
 from qeffect_lm.optim.buckets import Bucket
 from qeffect_lm.optim.flat import FlatBuffers
 from qeffect_lm.parallel.mesh import Mesh
@@ -57,11 +59,7 @@ class ShardExchange:
         dist.all_to_all_single(received, mine, [size] * ranks, bucket.sizes, group=self._group)
         if not size:
             return
-        parts = received.view(ranks, size)
-        total = self._grads[slice(*bucket.piece(self._rank))]
-        total.copy_(parts[0])
-        for rank in range(1, ranks):
-            total.add_(parts[rank])
+        added_(self._grads[slice(*bucket.piece(self._rank))], received.view(ranks, size))
 
     def share_(self) -> None:
         """Give every replica the parameters that this rank updated, and take theirs; as bytes, so all hold the same ones.

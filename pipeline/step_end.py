@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from pipeline.ordered import OrderedSum
 from pipeline.p2p import gather_rows
 from pipeline.partial import PartialSums
 from pipeline.sharded import ShardExchange
@@ -79,6 +80,11 @@ class StepEnd:
         self.tied = tied
         self._exchange = None if flat.buckets is None else ShardExchange(flat, mesh)
         self._partial = PartialSums(flat, mesh) if self.tensor else None
+        longest = max((stop - start for chunk in flat.groups for start, stop in flat.ranges(chunk)), default=0)
+        lines = ["ep"] if self._exchange is not None else ["ep", "replicas"]
+        self._ordered = {
+            line: OrderedSum(mesh, line, longest, flat.grad_buffer) for line in lines if mesh.group(line) is not None
+        }
         self._sums = BlockSums(flat, order, mesh.coord("pp") * mesh.size("experts") + mesh.coord("experts"), counted)
         self._norm = TotalNorm(order, device)
         self._blocks = order.padded_blocks
@@ -121,29 +127,26 @@ class StepEnd:
         return self._mesh.size("tp") > 1
 
     @property
-    def summed_chunks(self) -> list[int]:
-        """The chunks with gradients of which each tensor-parallel peer has a part."""
-        return [] if self._partial is None else self._partial.chunks
+    def scratch(self) -> list[str]:
+        """Attributes that hold what is on its way between ranks, by path."""
+        found = [] if self._exchange is None else ["_exchange/received"]
+        found += [f"_ordered.{line}/buffer" for line, ordered in self._ordered.items() if ordered.buffer.numel()]
+        if self._partial is not None:
+            found += [f"_partial/buffers.{chunk}" for chunk in self._partial.chunks]
+            found += ["_partial/ordered/buffer"] * bool(self._partial.ordered.buffer.numel())
+        return found + ([] if self.tied is None else [f"tied/received.{name}" for name in self.tied.received])
 
     def reduce_gradients_(self, chunk: int) -> None:
         """Sum a chunk's main gradients, on our own buffers: over tp those of which each peer has a part, over ep all but
         experts', and all over dp and cp. ``TIED``: of parameters that other layers' weights are."""
         if self._partial is not None:
             self._partial.sum_(chunk)
-        self._all_reduce(chunk, "ep")
+        for line, ordered in self._ordered.items():
+            with naming(self._mesh.others(line), f"the reduction of chunk {chunk}'s gradients over {line}"):
+                for start, stop in self._flat.ranges(chunk, line):  # what its ranks hold alike
+                    ordered.sum_(self._flat.grad_buffer[start:stop])
         if self._exchange is not None:
             self._exchange.reduce_(chunk)
-        else:
-            self._all_reduce(chunk, "replicas")
-
-    def _all_reduce(self, chunk: int, axis: str) -> None:
-        """In place, what the ranks of an axis or a line hold alike of a chunk; nothing where that is this rank alone."""
-        group = self._mesh.group(axis)
-        if group is None:
-            return
-        with naming(self._mesh.others(axis), f"the reduction of chunk {chunk}'s gradients over {axis}"):
-            for start, stop in self._flat.ranges(chunk, axis):
-                dist.all_reduce(self._flat.grad_buffer[start:stop], group=group)
 
     def reduce_(self) -> None:
         """What is reduced at the step's end: without replicas, gradients of which each tp peer has a part; gradients of tied

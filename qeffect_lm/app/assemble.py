@@ -494,11 +494,7 @@ def _register(
     register.add_object("flat", flat, trained | dict.fromkeys(scratch, Rule.SCRATCH))
     for name, tensor in cache.tensors():
         register.add(f"cache/{name}", tensor, owner="cache", rule=Rule.GUARDED)
-    received = {} if flat.buckets is None else {"_exchange/received": Rule.SCRATCH}
-    if end.tensor:
-        received |= {f"_partial/buffers.{chunk}": Rule.SCRATCH for chunk in end.summed_chunks}
-    if end.tied is not None:
-        received |= {f"tied/received.{name}": Rule.SCRATCH for name in end.tied.received}
+    received = dict.fromkeys(end.scratch, Rule.SCRATCH)
     for owner, part in (("timeline", timeline), ("optimizer", optimizer), ("step_end", end)):
         # What they share with flat and cache has its rule already.
         register.add_object(owner, part, received if part is end else None)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from pipeline.actions import Kind
+from pipeline.ordered import buffer_of
 from pipeline.plan import Plan
 from qeffect_lm.app.layout import Block, Layout
 from qeffect_lm.app.rehearsal import Held, PartBytes, Rehearsed, layer_kinds
@@ -132,7 +133,7 @@ def resident_bytes(layout: Layout, plan: Plan, rank: int, device: str) -> dict[s
     names = {param.name for param in held if param.tied_to is None}
     tied = [param for param in held if param.tied_to is not None]
     copies = sum(param.numel for param in tied if param.tied_to not in names)
-    # What arrives from other ranks before it is added: of copies of tied weights, and of replicas a bucket's.
+    # What arrives from other ranks before it is added: of copies of tied weights, and of others that sum gradients a bucket's.
     here = {param.name for param in held}
     ties = layout.model.ties.items()
     received = sum(layout.received(source) for copy, source in ties if source in here and copy not in here)
@@ -140,6 +141,8 @@ def resident_bytes(layout: Layout, plan: Plan, rank: int, device: str) -> dict[s
     shared = layout.owned(plan, rank)
     if shared is not None:
         owned, moments, received = shared[0], shared[1], received + shared[2]
+    longest, parallel = max((every for every, _ in sums.groups.values()), default=0), layout.config.parallel
+    received += buffer_of(parallel.ep, longest) + (buffer_of(parallel.dp * parallel.cp, longest) if shared is None else 0)
     separate = layout.dtype.itemsize != layout.master_size
     gradients = trained + sum(param.numel for param in tied if param.trainable) + received
     return {

@@ -278,7 +278,7 @@ def _without_data(device: str, even: bool) -> Iterator[torch.device]:
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        exchanges = [(tensor, name) for name in ("_all_gather", "_reduce_scatter", "_all_reduce")]
+        exchanges = [(tensor, name) for name in ("all_gather", "_reduce_scatter", "_all_reduce")]
         for module, name in (*exchanges, (expert, "_all_to_all"), (expert, "_all_reduce")):  # with peers, who are not there
             stack.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, lambda *arguments, **keywords: None)

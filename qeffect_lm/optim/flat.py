@@ -233,6 +233,11 @@ class FlatBuffers:
         """Whether every master is here whole: not where masters are sharded."""
         return self.buckets is None or not self.separate_params
 
+    @property
+    def groups(self) -> list[int]:
+        """Those of the trainable parameters."""
+        return sorted({self.entries[name].spec.group for name in self.trainable_names})
+
     def ranges(self, group: int, axis: str = "dp") -> list[tuple[int, int]]:
         """Where the main gradients of a group lie that all ranks of an axis (or line) hold, padding included: ascending ranges
         of elements, neighbours joined."""

@@ -44,7 +44,7 @@ class Exchange:
         self._tell(context, who, "gather")
         made = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         with naming(self.others, f"a gather of {who} over {self.axis}"):
-            _all_gather(made, x.contiguous(), group=self.group)
+            all_gather(made, x.contiguous(), group=self.group)
         return made
 
     def sum_(self, x: torch.Tensor, context: LayerContext, who: str) -> torch.Tensor:
@@ -128,5 +128,5 @@ class TensorParallel(Exchange):
 
 _all_reduce = dist.all_reduce
 # Newer versions of torch call them single, and warn of the older names.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

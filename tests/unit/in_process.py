@@ -190,7 +190,9 @@ class Ranks:
         fake = SimpleNamespace(all_reduce=self._all_reduce, ReduceOp=dist.ReduceOp)
         monkeypatch.setattr("pipeline.step_end.dist", fake)
         sharing = {"all_to_all_single": self._all_to_all, "broadcast": self._broadcast}
-        monkeypatch.setattr("pipeline.sharded.dist", SimpleNamespace(**vars(fake), **sharing))
+        for module in ("sharded", "ordered"):
+            monkeypatch.setattr(f"pipeline.{module}.dist", SimpleNamespace(**vars(fake), **sharing))
+        monkeypatch.setattr("pipeline.ordered.all_gather", self._all_gather)
         monkeypatch.setattr("qeffect_lm.parallel.expert._all_to_all", self._all_to_all)
 
     def each(self, call: Callable[[Assembly], Any]) -> list[Any]:
@@ -245,6 +247,10 @@ class Ranks:
             tensor.copy_(rows.amax(0) if op == dist.ReduceOp.MAX else rows.sum(0))
 
         self._on_stream(group.rank, reduce)
+
+    def _all_gather(self, output: torch.Tensor, mine: torch.Tensor, group: Any = None) -> None:
+        """As :func:`torch.distributed.all_gather_into_tensor`."""
+        self._on_stream(group.rank, lambda: output.copy_(torch.cat(self._exchange(group.rank, mine))))
 
     def _all_to_all(
         self, output: torch.Tensor, mine: torch.Tensor, received: Any, sent: list[int] | None, group: Any = None

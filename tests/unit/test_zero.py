@@ -95,6 +95,13 @@ def test_two_replicas_share_without_changing_a_bit(settings: dict[str, Any], mon
     assert versions == [{2}, {2}]
 
 
+def test_three_replicas_share_without_changing_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are added in order of rank whether the state is shared or not."""
+    settings: dict[str, Any] = {"precision__dtype": "bfloat16", "precision__fp8__recipe": "none"}
+    alone, shared = (run(3, monkeypatch, **settings, optim__zero=zero, parallel__bucket_mib=0.02) for zero in (0, 1))
+    assert_same(alone, shared)
+
+
 def test_buckets_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three replicas, a bucket for each block or one for everything: the sum's order is that of the ranks."""
     settings: dict[str, Any] = {"precision__dtype": "bfloat16", "optim__zero": 1}
