@@ -62,6 +62,7 @@ _FP8 = _Tiles(128, 128, 128)
 _FP8_W = _Tiles(64, 64, 128)  # of few rows W is the traffic of its gradient, which more programs hide better
 _FP8_W_LONG, _LONG = _Tiles(128, 128, 128, warps=8), 4096  # rows a group and member; with 4 warps sums leave the registers
 _BF16 = _Tiles(128, 256, 64, warps=8)
+_ROUTER = _Tiles(64, 16, 128)  # of few columns, summed in float32: programs enough are all that counts
 _BF16_W = _Tiles(128, 128, 64)
 
 
@@ -133,7 +134,7 @@ def _scale_inv(x_scale_inv, table, group):
 def _product_kernel(
     x, table, like, x_scale_inv, scale_table, out, offsets, count, down, n, k, stride_n, stride_k,
     FP8: tl.constexpr, FAST: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr, INNER: tl.constexpr, COUNT: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     tile, strip = _tile_of(tl.program_id(0), down, tl.cdiv(n, TILE_N))
     group, first, end = _group_of(offsets, count, tile, COUNT, TILE_M)
@@ -153,7 +154,10 @@ def _product_kernel(
                 b = tl.load(b_at, mask=inside[:, None], other=0.0)
             else:
                 b = tl.load(b_at, mask=inside[:, None] & (column < n)[None, :], other=0.0)
-            total = _dot(a, b, total, FP8, FAST, WIDE, TILE_K)
+            if PARTS:  # out of the tensor cores' sum, which cuts off what it adds, into one that rounds
+                total += tl.dot(a, b)
+            else:
+                total = _dot(a, b, total, FP8, FAST, WIDE, TILE_K)
             a_at += TILE_K
             b_at += TILE_K * stride_k
         if FP8:
@@ -351,14 +355,15 @@ def product(
     scales = _bound(weight_scale_inv) if weight_scale_inv is not None else table
     narrow = weight_scale_inv.tensors if weight_scale_inv is not None else ()
     launched("grouped_product", out, *x.tensors(), table, scales, groups.offsets, *weights.tensors, *narrow, fast_accumulation)
-    wide = _wide(rows, dtype)
-    tiles = _narrow(n) if wide else (_FAST if fast_accumulation else _FP8) if fp8 else _BF16
+    parts = rows.is_cuda and dtype is torch.float32 and rows.dtype is weights.tensors[0].dtype is torch.bfloat16
+    wide = not parts and _wide(rows, dtype)
+    tiles = _narrow(n) if wide else _ROUTER if parts else (_FAST if fast_accumulation else _FP8) if fp8 else _BF16
     down = -(-m // tiles.rows) + groups.count - 1
     _product_kernel[(down * -(-n // tiles.columns),)](
         rows, table, weights.tensors[0], groups.offsets if x.scale_inv is None else x.scale_inv, scales, out,
         groups.offsets, groups.count, down, n, k, stride_n, stride_k,
         FP8=fp8, FAST=fast_accumulation, WIDE=wide, ALIGNED=_aligned(weights), INNER=stride_k == 1, COUNT=_count(groups.count),
-        **tiles.options(),
+        PARTS=parts, **tiles.options(),
     )  # fmt: skip
     return out
 
@@ -394,8 +399,8 @@ def _gradient_grid(count: int, n: int, k: int, tiles: _Tiles) -> tuple[int]:
 
 
 def _wide(rows: torch.Tensor, other: torch.dtype) -> bool:
-    """Whether products are those of float32 values: of float32 rows, of a router's, and wherever Triton interprets, which
-    knows no bfloat16 product."""
+    """Whether products are those of float32 values: of float32 rows, or of others, into float32; and wherever Triton
+    interprets, which knows no bfloat16 product."""
     return not rows.is_cuda or torch.float32 in (rows.dtype, other)
 
 

@@ -147,6 +147,20 @@ def test_products_against_float64(sizes: list[int], kind: str) -> None:
         assert same_bits(got, again) and bool(got.any()) == (b > a)
 
 
+@pytest.mark.parametrize(("rows", "experts", "hidden"), [(2048, 8, 2048), (1000, 64, 500), (1, 3, 64)])
+def test_a_routers_product(rows: int, experts: int, hidden: int) -> None:
+    """BF16 operands, exact products and sums of float32: nothing is rounded to BF16, and a row's bits are its own."""
+    x = made(rows, hidden, seed=1, dtype=torch.bfloat16)
+    weight = matrices([made(experts, hidden, seed=2, dtype=torch.bfloat16)])
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return grouped_mm(Rows(x), weight, Groups.one(x.shape[0], x.device), torch.float32)
+
+    got, want = product(x), x.double() @ weight.tensors[0].double().t()
+    assert (got.double() - want).abs().max() <= 2.0**-16 * want.abs().max()
+    assert same_bits(got, product(x)) and same_bits(got[rows // 3 :], product(x[rows // 3 :].clone()))
+
+
 def test_tiles_of_w_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eagerly and in a graph, which has padding, another number of rows may choose other ones."""
     from qeffect_lm.kernels import grouped

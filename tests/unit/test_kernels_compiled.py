@@ -76,7 +76,11 @@ for name, tiles, element, inner, fast in (
     like = "bf16" if element == "bf16" else "fp8e4nv"
     found[name] = counted(ptx(
         grouped._product_kernel, tiles, base | {"x": f"*{element}", "like": f"*{like}"}, FP8=element != "bf16", FAST=fast,
-        WIDE=False, ALIGNED=ALIGNED, INNER=inner, COUNT=16, **{"stride_k" if inner else "stride_n": 1}))
+        WIDE=False, ALIGNED=ALIGNED, INNER=inner, COUNT=16, PARTS=False, **{"stride_k" if inner else "stride_n": 1}))
+made = ptx(
+    grouped._product_kernel, grouped._ROUTER, base | {"x": "*bf16", "like": "*bf16", "out": "*fp32"}, FP8=False, FAST=False,
+    WIDE=False, ALIGNED=ALIGNED, INNER=True, COUNT=2, PARTS=True, stride_k=1)
+found["F of a router"] = counted(made) | assembled(made)
 for members, tiles in ((1, "_FP8_W"), (2, "_FP8_W"), (1, "_FP8_W_LONG"), (2, "_FP8_W_LONG")):
     made = ptx(
         grouped._accumulate_columns_kernel, getattr(grouped, tiles),
