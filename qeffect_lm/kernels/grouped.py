@@ -7,7 +7,8 @@ one order: results repeat bit for bit, and a row's do not depend on where it lie
 
 Hopper multiplies FP8 only where both operands are contiguous along the summed dimension. For F and I they are; for W that
 dimension is the rows, so it reads transposed copies, ``columns`` ``[features, places]``, in which each group begins at a
-multiple of 16: loads are 16 bytes wide whatever the routing, and a group's sum does not depend on where it lies.
+multiple of 16 to 128 (:func:`~qeffect_lm.fp8.grouped.spacing_of`): loads are 16 bytes wide whatever the routing, where rows are
+many those of a tile's row are one line of the cache, and a group's sum does not depend on where it lies.
 
     places    0 ............ | 16 .............. | 48 .... | 64
     rows      0 1 2 3 4 0 0  | 5 6 7 ... 24 0 0  | 25 26 0 |         groups of 5, 20 and 2 rows; 0: zeros between them
@@ -25,13 +26,22 @@ import torch
 import triton
 import triton.language as tl
 
-from qeffect_lm.fp8.grouped import PLACES, GroupPlace, Groups, Matrices, Members, Rows, Scales, places_of
+from qeffect_lm.fp8.grouped import (
+    GroupPlace,
+    Groups,
+    Matrices,
+    Members,
+    Rows,
+    Scales,
+    needed,
+    places_of,
+    spacing_of,
+)
 from qeffect_lm.fp8.quantise import Format
 from qeffect_lm.kernels import launched
 from qeffect_lm.kernels.tables import Tile
 from qeffect_lm.kernels.tile import cast
 
-STEP = tl.constexpr(PLACES)
 QUANTISE = Tile(32, 128, 4)
 STRIP = 4  # tiles of a matrix that one program quantises: finding its rows' groups takes as long as one
 SUPER = tl.constexpr(8)  # tiles of rows that go through the columns together, while those are in the L2 cache
@@ -60,7 +70,7 @@ class _Tiles:
 _FAST = _Tiles(128, 256, 128, warps=8)
 _FP8 = _Tiles(128, 128, 128)
 _FP8_W = _Tiles(64, 64, 128)  # of few rows W is the traffic of its gradient, which more programs hide better
-_FP8_W_LONG, _LONG = _Tiles(128, 128, 128, warps=8), 4096  # rows a group and member; with 4 warps sums leave the registers
+_FP8_W_LONG, _LONG = _Tiles(64, 128, 128), 2048  # rows a group
 _BF16 = _Tiles(128, 256, 64, warps=8)
 _ROUTER = _Tiles(64, 16, 128)  # of few columns, summed in float32: programs enough are all that counts
 _BF16_W = _Tiles(128, 128, 64)
@@ -88,9 +98,9 @@ def _group_of(offsets, count, tile, COUNT: tl.constexpr, TILE_M: tl.constexpr):
 
 
 @triton.jit
-def _starts(g, first, last, count):
+def _starts(g, first, last, count, SPACING: tl.constexpr):
     """First places of groups; of the padding, and of what is behind it: the end of all groups' places."""
-    padded = tl.where(g < count, (last - first + STEP - 1) // STEP * STEP, 0)
+    padded = tl.where(g < count, (last - first + SPACING - 1) // SPACING * SPACING, 0)
     return tl.cumsum(padded, 0) - padded
 
 
@@ -193,18 +203,19 @@ def _tile_of_gradient(n, k, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 
 
 @triton.jit
-def _member(j, group, dy_scale_inv, x_scale_inv, offsets, count, COUNT: tl.constexpr):
+def _member(j, group, dy_scale_inv, x_scale_inv, offsets, count, COUNT: tl.constexpr, SPACING: tl.constexpr):
     """Of a member's rows of a group their number, their first place, and the product of their inverse scales."""
     g, first, last = _spans(offsets + j * (count + 1), count, 0, COUNT)
     rows = tl.sum(tl.where(g == group, last - first, 0), 0)
-    start = tl.sum(tl.where(g == group, _starts(g, first, last, count), 0), 0) // STEP * STEP  # so the compiler knows, too
+    start = tl.sum(tl.where(g == group, _starts(g, first, last, count, SPACING), 0), 0)
+    start = start // SPACING * SPACING  # so the compiler knows, too
     return rows, start, tl.load(dy_scale_inv + j * count + group) * tl.load(x_scale_inv + j * count + group)
 
 
 @triton.jit
 def _accumulate_columns_kernel(
     table, like, dy, x, dy_scale_inv, x_scale_inv, offsets, count, n, k, pitch, places,
-    BETA: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
+    BETA: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr, SPACING: tl.constexpr,
     MEMBERS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """FP8: ``dy`` ``[n, pitch]`` and ``x`` ``[k, pitch]``, ``places`` of each member one after the other.
@@ -216,7 +227,7 @@ def _accumulate_columns_kernel(
     group, output, feature = _tile_of_gradient(n, k, TILE_M, TILE_N)
     some, steps, unit = 0, 0, 0.0
     for j in tl.static_range(MEMBERS):
-        rows, start, scale = _member(j, group, dy_scale_inv, x_scale_inv, offsets, count, COUNT)
+        rows, start, scale = _member(j, group, dy_scale_inv, x_scale_inv, offsets, count, COUNT, SPACING)
         some += rows
         steps += (rows + TILE_K - 1) // TILE_K
         unit = tl.where(rows > 0, tl.maximum(unit, scale), unit)
@@ -228,10 +239,10 @@ def _accumulate_columns_kernel(
     for step in range(0, steps):
         begin, end, factor, before = 0, 0, 1.0, 0
         for j in tl.static_range(MEMBERS):  # of them nothing but selects is left in the loop
-            rows, start, scale = _member(j, group, dy_scale_inv, x_scale_inv, offsets, count, COUNT)
+            rows, start, scale = _member(j, group, dy_scale_inv, x_scale_inv, offsets, count, COUNT, SPACING)
             here, done = step >= before, (step - before) * TILE_K
             begin = tl.where(here, j * places + start + done, begin)
-            end = tl.where(here, (rows + STEP - 1) // STEP * STEP - done, end)  # zeros up to here
+            end = tl.where(here, (rows + SPACING - 1) // SPACING * SPACING - done, end)  # zeros up to here
             factor = tl.where(here, tl.where(scale == unit, 1.0, scale / unit), factor)
             before += (rows + TILE_K - 1) // TILE_K
         inside = place < end
@@ -273,7 +284,7 @@ def _accumulate_rows_kernel(
 def _quantise_kernel(
     x, scale, scale_inv, rows, columns, kept_scale_inv, kept_offsets, offsets, count, m, k, places, pitch,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, KEEP: tl.constexpr, E5M2: tl.constexpr, COUNT: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_K: tl.constexpr, STRIP: tl.constexpr,
+    SPACING: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
     """By places, ``STRIP`` tiles of features a program; what lies between groups becomes zeros in ``columns`` and is nowhere in
     ``rows``. ``KEEP``: inverse scales and offsets are copied."""
@@ -284,7 +295,7 @@ def _quantise_kernel(
         if tl.program_id(0) == 0:
             tl.store(kept_offsets + g, first, mask=g <= count)
             tl.store(kept_scale_inv + g, tl.load(scale_inv + g, mask=g < count, other=0.0), mask=g < count)
-    start = _starts(g, first, last, count)
+    start = _starts(g, first, last, count, SPACING)
     begun = (place[:, None] >= start[None, :]) & (g > 0)[None, :] & (g <= count)[None, :]
     group = tl.sum(begun.to(tl.int32), 1)
     own = g[None, :] == group[:, None]
@@ -318,7 +329,9 @@ def quantise(
 ) -> Rows:
     """:func:`qeffect_lm.fp8.grouped.quantise_groups`; the reference's bytes (of a NaN, up to its sign)."""
     x, scale, scale_inv = x.contiguous(), scales.scale, scales.scale_inv
-    (m, k), places = x.shape, places_of(x.shape[0], groups.count)
+    (m, k), count = x.shape, groups.count
+    spacing = spacing_of(places_of(m, count) if into is None else into.stored.shape[1], count)
+    places = needed(m, count, spacing)
     made = torch.empty(m, k, dtype=fmt.dtype, device=x.device) if rows else None
     turned, kept = None, (scale_inv, groups.offsets)
     if into is not None:
@@ -331,10 +344,10 @@ def quantise(
     launched("grouped_quantise", x, scale, scale_inv, *outs, *kept, groups.offsets)
     tile = QUANTISE
     _quantise_kernel[(-(-places // tile.rows) * -(-k // (tile.columns * STRIP)),)](
-        x, scale, scale_inv, *outs, *kept, groups.offsets, groups.count, m, k, places,
+        x, scale, scale_inv, *outs, *kept, groups.offsets, count, m, k, places,
         places if turned is None else turned.stride(0),
-        ROWS=rows, COLUMNS=turned is not None, KEEP=into is not None, E5M2=fmt.name == "E5M2", COUNT=_count(groups.count),
-        TILE_M=tile.rows, TILE_K=tile.columns, STRIP=STRIP, num_warps=tile.warps,
+        ROWS=rows, COLUMNS=turned is not None, KEEP=into is not None, E5M2=fmt.name == "E5M2", COUNT=_count(count),
+        SPACING=spacing, TILE_M=tile.rows, TILE_K=tile.columns, STRIP=STRIP, num_warps=tile.warps,
     )  # fmt: skip
     return Rows(made, scale_inv if into is None else into.scale_inv, turned)
 
@@ -387,10 +400,10 @@ def accumulate(outs: Matrices, dy: Rows, x: Rows, groups: Groups | Members, beta
     members, places = (offsets.shape[0], groups.places) if isinstance(groups, Members) else (1, x.columns.shape[1])
     pitch, wide = x.columns.stride(0), not x.columns.is_cuda
     assert dy.columns.stride(0) == pitch and dy.columns.shape[1] == members * places
-    tiles = _narrow_w(n) if wide else _FP8_W_LONG if places >= count * _LONG else _FP8_W  # they change no bit
+    tiles = _narrow_w(n) if wide else _FP8_W_LONG if members * places >= count * _LONG else _FP8_W  # they change no bit
     _accumulate_columns_kernel[_gradient_grid(count, n, k, tiles)](
         table, outs.tensors[0], dy.columns, x.columns, dy.scale_inv, x.scale_inv, offsets, count, n, k, pitch, places,
-        WIDE=wide, COUNT=_count(count), MEMBERS=members, **how, **tiles.options(),
+        WIDE=wide, COUNT=_count(count), SPACING=spacing_of(places, count), MEMBERS=members, **how, **tiles.options(),
     )  # fmt: skip
 
 

@@ -22,8 +22,8 @@ GROUPS, ENTRIES, WARPS = 8, (16, 256), 4  # of a program: groups, and entries of
 def _scale_of_amax(amax, LARGEST: tl.constexpr, MARGIN: tl.constexpr):
     """:func:`qeffect_lm.fp8.quantise.scale_of_amax`, with ``MARGIN`` as the power of two.
 
-    A quotient, not a product with 1/2 to 1/8: the assembler makes one instruction (FMUL.D2 to D8) of two plain products, and what
-    overflows between them, and is 1 therefore, does not in it.
+    A quotient, not a product with 1/2 to 1/8: the assembler makes one instruction (FMUL.D2 to D8) of two plain products, and
+    what overflows between them, and is 1 therefore, does not in it.
     """
     scale = tl.div_rn(tl.div_rn(1.0, amax) * LARGEST, MARGIN)
     return tl.where((amax > 0) & (scale < float("inf")), scale, 1.0)

@@ -20,7 +20,7 @@ from tests.helpers import ROOT
 pytest.importorskip("triton", reason="needs Triton (extra test)")
 
 CODE = """
-import json, re, subprocess
+import itertools, json, re, subprocess
 from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
@@ -81,12 +81,12 @@ made = ptx(
     grouped._product_kernel, grouped._ROUTER, base | {"x": "*bf16", "like": "*bf16", "out": "*fp32"}, FP8=False, FAST=False,
     WIDE=False, ALIGNED=ALIGNED, INNER=True, COUNT=2, PARTS=True, stride_k=1)
 found["F of a router"] = counted(made) | assembled(made)
-for members, tiles in ((1, "_FP8_W"), (2, "_FP8_W"), (1, "_FP8_W_LONG"), (2, "_FP8_W_LONG")):
+for members, tiles, spacing in itertools.product((1, 2), ("_FP8_W", "_FP8_W_LONG"), (16, 128)):
     made = ptx(
         grouped._accumulate_columns_kernel, getattr(grouped, tiles),
         base | {"dy": "*fp8e5", "x": "*fp8e4nv", "like": "*fp32"},
-        BETA=1, WIDE=False, ALIGNED=ALIGNED, COUNT=16, MEMBERS=members)
-    found[f"W {members} {tiles}"] = counted(made) | assembled(made)
+        BETA=1, WIDE=False, ALIGNED=ALIGNED, COUNT=16, SPACING=spacing, MEMBERS=members)
+    found[f"W {members} {tiles} {spacing}"] = counted(made) | assembled(made)
 found["W bfloat16"] = counted(ptx(
     grouped._accumulate_rows_kernel, grouped._BF16_W, base | {"dy": "*bf16", "x": "*bf16", "like": "*fp32"},
     BETA=1, WIDE=False, ALIGNED=ALIGNED))

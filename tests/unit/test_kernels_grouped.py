@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from models.moe import MoEPart
 from models.spec import Place
@@ -18,7 +21,10 @@ from qeffect_lm.fp8.grouped import (
     addresses,
     amax_of_groups,
     grouped_mm,
+    needed,
+    places_of,
     quantise_groups,
+    spacing_of,
 )
 from qeffect_lm.fp8.quantise import E4M3, E5M2, dequantise, quantise, scale_of_amax
 from qeffect_lm.fp8.recipes import DelayedScaling
@@ -34,6 +40,7 @@ SIZES = {
     "none on the first": [0, 5, 40],
     "whole tiles": [64, 32, 32],
     "every group a little": [3, 1, 2],
+    "enough to begin at multiples of 64": [500, 1, 270],
 }
 
 
@@ -123,8 +130,25 @@ def test_quantised_rows_are_the_references_bytes(fmt) -> None:
     assert torch.equal(dequantise(made.rows[:3], made.scale_inv[0]), quantise(x[:3], scale[0], fmt).rows.float() / 2)
 
 
-@pytest.mark.parametrize("sizes", [[3, 0, 70], [16, 5, 0], [0, 0, 64]], ids=str)
-def test_columns_begin_at_multiples_of_16(sizes: list[int]) -> None:
+@given(rows=st.integers(0, 1 << 20), groups=st.integers(1, 300), data=st.data())
+def test_places(rows: int, groups: int, data) -> None:
+    """What is told by the places is what they were made for; they suffice however the rows are dealt, and are not many."""
+    places = places_of(rows, groups)
+    spacing = spacing_of(places, groups)
+    assert places == needed(rows, groups, spacing) and places % spacing == 0 and spacing in (16, 32, 64, 128)
+    assert places - rows <= rows // 4 + spacing or (spacing == 16 and rows < 64 * groups)
+    assert spacing == 128 or rows < 8 * spacing * groups
+    fewer = data.draw(st.integers(0, rows))
+    cuts = sorted(data.draw(st.lists(st.integers(0, fewer), min_size=groups - 1, max_size=groups - 1)))
+    sizes = [b - a for a, b in pairwise([0, *cuts, fewer])]
+    assert sum(-(-size // spacing) * spacing for size in sizes) <= needed(fewer, groups, spacing) <= places
+
+
+COLUMNS = [(16, [3, 0, 70]), (16, [16, 5, 0]), (16, [0, 0, 64]), (32, [200, 1, 190]), (64, [700, 100, 0]), (128, [0, 1500, 40])]
+
+
+@pytest.mark.parametrize(("spacing", "sizes"), COLUMNS, ids=str)
+def test_columns_begin_at_multiples(spacing: int, sizes: list[int]) -> None:
     """The transposed copy as torch makes it: each group's rows in their order, zeros behind them and in place of padding."""
     groups, more, m = groups_of(sizes), 9, sum(sizes)
     padded = Groups(groups.offsets, torch.cat([groups.of_row, groups.of_row.new_full((more,), len(sizes))]))
@@ -135,12 +159,12 @@ def test_columns_begin_at_multiples_of_16(sizes: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("qeffect_lm.kernels.quantises", lambda tensor: False)  # as for float32 on a GPU
         want = quantise_groups(x, Scales.of(scale), E4M3, padded, columns=True)
-    assert made.columns is not None and want.columns is not None and made.columns.shape == (K, -(-(m + more) // 16) * 16 + 48)
+    assert made.columns is not None and want.columns is not None and made.columns.shape == (K, needed(m + more, 3, spacing))
     assert same_bits(made.columns.view(torch.uint8), want.columns.view(torch.uint8))
     place = 0
     for first, size in zip(groups.offsets.tolist(), sizes, strict=False):
-        assert place % 16 == 0
-        columns = made.columns.view(torch.uint8)[:, place : place + -(-size // 16) * 16].t()
+        assert place % spacing == 0
+        columns = made.columns.view(torch.uint8)[:, place : place + -(-size // spacing) * spacing].t()
         assert torch.equal(columns[:size], made.whole.view(torch.uint8)[first : first + size]) and not columns[size:].any()
         place += len(columns)
     assert not made.columns.view(torch.uint8)[:, place:].any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +20,10 @@ from qeffect_lm.fp8.grouped import (
     accumulate_grouped_mm,
     accumulate_joined_mm,
     amax_of_groups,
+    needed,
     places_of,
     quantise_groups,
+    spacing_of,
 )
 from qeffect_lm.fp8.quantise import E4M3, E5M2, scale_of_amax
 from qeffect_lm.fp8.recipes import DelayedScaling
@@ -33,7 +36,7 @@ from tests.unit.interpreted import DEVICE, INTERPRETED, kernels_run, reference  
 from tests.unit.layer_harness import Harness
 from tests.unit.test_kernels_grouped import groups_of, matrices, values
 
-N, K, MOST = 48, 80, 100
+N, K, MOST = 48, 80, 100  # of so few rows groups begin at multiples of 16
 ROWS = {  # of each member's groups
     "one": [[3, 0, 70]],
     "two": [[3, 0, 70], [16, 33, 0]],
@@ -41,6 +44,12 @@ ROWS = {  # of each member's groups
     "nobody": [[0, 0, 0], [0, 0, 0]],
 }
 MEMBERS = pytest.mark.parametrize("sizes", ROWS.values(), ids=ROWS)
+
+
+@pytest.fixture(params=[MOST, 400], autouse=True)
+def _most(request, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places for as many rows; of 400 groups begin at multiples of 32, those of a few rows by themselves do not."""
+    monkeypatch.setattr(sys.modules[__name__], "MOST", request.param)
 
 
 def joined(members: int, dtype: torch.dtype = torch.bfloat16, device: str = DEVICE) -> JoinedGroups:
@@ -93,6 +102,17 @@ def gradients(out: torch.Tensor, sizes: list[list[int]], beta: int, made: Joined
     return grads
 
 
+def apart(columns: torch.Tensor, groups: Groups, spacing: int) -> list[torch.Tensor]:
+    """The bytes of each group's columns; all others are zeros."""
+    found, rest, begin = [], columns.contiguous().view(torch.uint8).clone(), 0
+    for size in groups.offsets.diff().tolist():
+        found.append(rest[:, begin : begin + size].clone())
+        rest[:, begin : begin + size] = 0
+        begin += -(-size // spacing) * spacing
+    assert not rest.any()
+    return found
+
+
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 def test_a_place_gets_what_is_made_alone(fmt) -> None:
     """Byte for byte, with scales and splits; nothing beside it is touched, nor behind its own rows' places."""
@@ -105,8 +125,13 @@ def test_a_place_gets_what_is_made_alone(fmt) -> None:
     rows = quantised(x, groups, fmt, scale, place)
     assert alone.columns is not None and rows.columns is place.stored and rows.scale_inv is place.scale_inv
     assert same_bits(rows.whole.view(torch.uint8), alone.whole.view(torch.uint8))
-    own, whole = alone.columns.shape[1], places_of(MOST, 3)
-    assert own < whole and same_bits(place.stored[:, :own].contiguous().view(torch.uint8), alone.columns.view(torch.uint8))
+    whole = places_of(MOST, 3)
+    spacing = spacing_of(whole, 3)
+    assert spacing == (32 if MOST > 100 else 16) and spacing_of(alone.columns.shape[1], 3) == 16
+    own = needed(x.shape[0], 3, spacing)
+    assert own < whole and place.stored.shape[1] == whole
+    both = apart(alone.columns, groups, 16), apart(place.stored[:, :own], groups, spacing)
+    assert all(same_bits(a, b) for a, b in zip(*both, strict=True)) and [a.shape[1] for a in both[0]] == [3, 0, 41]
     assert same_bits(place.scale_inv, alone.scale_inv) and torch.equal(place.offsets, groups.offsets)
     name = {"input": "x", "grad_output": "dy"}[kind]
     for key, tensor in made.tensors().items():
@@ -120,7 +145,8 @@ def test_a_place_gets_what_is_made_alone(fmt) -> None:
 
 def test_too_many_rows_for_a_place() -> None:
     x, groups = rows_of([MOST, 20, 20], K, 1)
-    with pytest.raises(RuntimeError, match="140 rows take 192 places, and there are 160"):
+    told = "440 rows take 544 places, and there are 512" if MOST > 100 else "140 rows take 192 places, and there are 160"
+    with pytest.raises(RuntimeError, match=told):
         quantised(x, groups, E4M3, torch.ones(3, device=DEVICE), joined(2).place("input", 0))
 
 
