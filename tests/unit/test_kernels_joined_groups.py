@@ -113,15 +113,18 @@ def apart(columns: torch.Tensor, groups: Groups, spacing: int) -> list[torch.Ten
     return found
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["kernel", "torch"])  # torch: as for float32 on a GPU
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
-def test_a_place_gets_what_is_made_alone(fmt) -> None:
-    """Byte for byte, with scales and splits; nothing beside it is touched, nor behind its own rows' places."""
+def test_a_place_gets_what_is_made_alone(fmt, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Byte for byte, with scales and splits; nothing beside it is touched, nor, by the kernel, behind its own rows' places."""
     made, kind = joined(2), "input" if fmt is E4M3 else "grad_output"
     width = K if fmt is E4M3 else N
     x, groups = rows_of([3, 0, 41], width, 1, 9)
     scale = torch.tensor([2.0, 5.0, 400.0], device=DEVICE)
     alone, before = quantised(x, groups, fmt, scale), {name: t.clone() for name, t in made.tensors().items()}
     place = made.place(kind, 1)
+    if not fused:
+        monkeypatch.setattr("qeffect_lm.kernels.quantises", lambda tensor: False)
     rows = quantised(x, groups, fmt, scale, place)
     assert alone.columns is not None and rows.columns is place.stored and rows.scale_inv is place.scale_inv
     assert same_bits(rows.whole.view(torch.uint8), alone.whole.view(torch.uint8))
@@ -137,7 +140,8 @@ def test_a_place_gets_what_is_made_alone(fmt) -> None:
     for key, tensor in made.tensors().items():
         was, now = (t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in (before[key], tensor))
         if key == name:
-            was[:, whole : whole + own] = now[:, whole : whole + own]
+            end = whole + (own if fused else whole)
+            was[:, whole:end] = now[:, whole:end]
         elif key in (f"{name}_scale_inv", "offsets"):
             was[1] = now[1]
         assert same_bits(now, was), key
