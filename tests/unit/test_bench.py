@@ -44,7 +44,7 @@ def test_unknown_products(capsys, monkeypatch):
     """Before anything is measured."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert bench.main(["products", "--kinds", "fp8,dense"]) == 2
-    assert "--kinds dense: there are fp8, bf16, experts, experts-bf16" in capsys.readouterr().err
+    assert "--kinds dense: there are fp8, bf16, experts, experts-bf16, experts-drawn" in capsys.readouterr().err
 
 
 def test_a_report_says_how_to_repeat_it(tmp_path, monkeypatch):

@@ -6,7 +6,8 @@ As in :mod:`tools.benchmarks.kernels`: captured over rotating random inputs into
     I    [tokens, in]   in bfloat16  from E5M2 [tokens, out] and E4M3 [in, out]
     W    [out, in]      in float32, added in place, from E5M2 [out, tokens] and E4M3 [in, tokens]
 
-In bfloat16 the same products of the head; and of all experts of a layer at once (rows in equal parts), in FP8 and in bfloat16.
+In bfloat16 the same products of the head; and of all experts of a layer at once, rows in equal parts, in FP8 and in bfloat16,
+and as routing may deal them (drawn at random with equal chances), in FP8.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ WIDTHS = (512, 1024, 2048, 4096, 8192, 16384)
 HEAD_WIDTHS, HEAD_OUT = (1024, 4096, 8192), (4096, 16384, 65536)
 ROWS, EXPERTS, EXPERT_SHAPES = (4096, 16384), (2, 8, 16), ((2048, 4096), (4096, 2048), (8192, 4096), (16384, 4096))
 ROTATED, REPLAYS = 96 << 20, 3  # there are hundreds of products
-KINDS = "fp8", "bf16", "experts", "experts-bf16"
+DRAWN = (4096, 8, 5632, 2048), (4096, 8, 2048, 2816), (8192, 8, 8192, 4096), (65536, 8, 5632, 2048)  # rows, experts, out, in
+KINDS = "fp8", "bf16", "experts", "experts-bf16", "experts-drawn"
 Made = Callable[[], object]
 
 
 def measure(say: Callable[[str], object], kinds: Sequence[str] = KINDS) -> dict[str, Any]:
     """Everything of ``kinds``, as ``{"rows": [{"kind", "work", "tokens", "out", "in", "experts", "us", "tflop_s"}]}``."""
     library = CublasLt("cuda")
-    every = dict(zip(KINDS, (_fp8(library), _bf16(library), _experts(True), _experts(False)), strict=True))
+    every = dict(zip(KINDS, (_fp8(library), _bf16(library), _experts(True), _experts(False), _drawn()), strict=True))
     rows: list[dict[str, Any]] = []
     for kind, pieces in ((kind, every[kind]) for kind in kinds):
         before = len(rows)
@@ -118,17 +120,28 @@ def _experts(fp8: bool) -> Iterator[_Piece]:
                     yield _about(work, m, n, k, experts=e), size, getattr(layer, name if fp8 else f"{name}_bf16")
 
 
-class _Layer:
-    """One linear of ``experts``, ``rows`` rows in equal parts."""
+def _drawn() -> Iterator[_Piece]:
+    for m, e, n, k in DRAWN:
+        layer = _Layer(m, e, n, k, drawn=True)
+        for work, made in zip("FIW", (layer.forward, layer.input_grad, layer.weight_grad), strict=True):
+            yield _about(work, m, n, k, experts=e), m * k + e * n * k, made
 
-    def __init__(self, rows: int, experts: int, out: int, inner: int) -> None:
-        self.rows, self.experts, self.out, self.inner = rows, experts, out, inner
+
+class _Layer:
+    """One linear of ``experts``, ``rows`` rows in equal parts, or drawn (the same ones every time)."""
+
+    def __init__(self, rows: int, experts: int, out: int, inner: int, *, drawn: bool = False) -> None:
+        self.rows, self.experts, self.out, self.inner, self.drawn = rows, experts, out, inner, drawn
 
     @property
     def groups(self) -> Groups:
-        each = self.rows // self.experts
-        offsets = torch.arange(self.experts + 1, dtype=torch.int32, device="cuda") * each
-        return Groups(offsets, torch.arange(self.experts, device="cuda").repeat_interleave(each))
+        counts = torch.full((self.experts,), self.rows // self.experts)
+        if self.drawn:
+            generator = torch.Generator().manual_seed(1)
+            numbers = torch.multinomial(torch.ones(self.experts), self.rows, replacement=True, generator=generator)
+            counts = numbers.bincount(minlength=self.experts)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).int().cuda()
+        return Groups(offsets, torch.arange(self.experts).repeat_interleave(counts).cuda())
 
     def _matrices(self, made: Callable[[], torch.Tensor]) -> Matrices:
         tensors = tuple(made() for _ in range(self.experts))
