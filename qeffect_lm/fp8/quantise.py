@@ -95,8 +95,25 @@ def quantise(
     if amax_out is not None:
         torch.maximum(amax_out, wide.abs().amax(), out=amax_out)
     q = (wide * scale).clamp_(-fmt.max, fmt.max).to(fmt.dtype)
-    transposed = q.view(torch.uint8).t().contiguous().view(fmt.dtype) if columns else None
-    return Quantised(_placed(q if rows else None, rows_out), _placed(transposed, columns_out), _scale_inv(scale, scale_inv_out))
+    made = transposed(q, columns_out) if columns else None
+    return Quantised(_placed(q if rows else None, rows_out), made, _scale_inv(scale, scale_inv_out))
+
+
+def transposed(rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The columns ``[k, m]`` of FP8 ``rows`` ``[m, k]``: the same bytes; into ``out``, whose rows may lie apart, where it is
+    given."""
+    if kernels.usable(rows):
+        from qeffect_lm.kernels import transpose as kernel
+
+        columns = rows.new_empty(rows.shape[1], rows.shape[0]) if out is None else out
+        if kernel.takes(rows, columns):
+            kernel.transpose(rows, columns)
+            return columns
+    turned = rows.view(torch.uint8).t()
+    if out is None:
+        return turned.contiguous().view(rows.dtype)
+    out.view(torch.uint8).copy_(turned)
+    return out
 
 
 def _placed(made: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor | None:

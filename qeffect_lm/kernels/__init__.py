@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")
+DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32", "torch.float8_e4m3fn", "torch.float8_e5m2")
 
 
 def launched(name: str, *arguments: object) -> None:

@@ -40,11 +40,6 @@ class NormQuantiser:
         made, self.rstd = norm.forward_quantise(x.contiguous(), self._rms.weight, self._rms.eps, outputs)
         return made
 
-    def apart(self, x: torch.Tensor) -> torch.Tensor:
-        """The norm alone, where other ranks' tokens come between it and the quantisation."""
-        made, self.rstd = norm.forward(x.contiguous(), self._rms.weight, self._rms.eps)
-        return made
-
 
 class SwiGLUQuantiser:
     """``silu(gate) * up`` of ``x`` ``[m, 2 f]``, quantised ``[m, f]``. Once it was called, ``scale`` is a copy of the scale

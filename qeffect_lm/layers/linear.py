@@ -92,8 +92,8 @@ class SplitLinear(SplitLayer):
     # ---- F -----------------------------------------------------------------------------------------------------
 
     def entered(self, x: torch.Tensor, quantiser: Quantiser, context: LayerContext) -> tuple[torch.Tensor, Quantiser]:
-        """What the product takes instead of ``x`` ``[tokens, in]``, and what makes it FP8; a linear that is cut over ranks gets
-        other ranks' tokens here (:mod:`qeffect_lm.parallel.linear`)."""
+        """What the product takes instead of ``x`` ``[tokens, in]``, and what makes it FP8; of a linear that is cut over ranks
+        either gets the other ranks' tokens (:mod:`qeffect_lm.parallel.linear`)."""
         return x, quantiser
 
     def shaped(self, y: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -119,17 +119,18 @@ class SplitLinear(SplitLayer):
                 self.recipe.observe(self.name, "weight", self.weight.bfloat16())
             self._retain(x, context)
             if rerun is not None and not rerun.first and rerun.tail is self:
-                return self._nothing(x)
+                return self._nothing(x, x.dtype)
             y = mm(x, self.weight, library=self.library)
             return y if residual is None else y + residual
         if rerun is None or rerun.first:
             q = self._quantised(x, context, quantiser, columns_in_i)
         else:
             q = self._quantised_again(x, context, rerun, quantiser, columns_in_i)
-            if rerun.tail is self:
-                return self._nothing(x)
+        assert q.rows is not None
+        if rerun is not None and not rerun.first and rerun.tail is self:
+            return self._nothing(q.rows, x.dtype)
         weight = self._cached("rows", context)
-        assert q.rows is not None and weight.rows is not None
+        assert weight.rows is not None
         return scaled_mm(
             q.rows, q.scale_inv, weight.rows, weight.scale_inv, x.dtype,
             residual=residual, library=self.library, fast_accumulation=True,
@@ -178,9 +179,9 @@ class SplitLinear(SplitLayer):
             self.give_columns(context, q.columns)
         return q
 
-    def _nothing(self, x: torch.Tensor) -> torch.Tensor:
+    def _nothing(self, operand: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Stands for a product whose value nobody reads."""
-        return x.new_zeros(x.shape[0], self.out_features)
+        return operand.new_zeros(operand.shape[0], self.out_features, dtype=dtype)
 
     # ---- I -----------------------------------------------------------------------------------------------------
 

@@ -9,20 +9,49 @@ A column-parallel linear followed by a row-parallel one needs one collective for
 x, dx, y and dy outside are of this rank's tokens with sequence parallelism, else of all (:mod:`qeffect_lm.parallel.tensor`).
 W needs no communication: each rank finishes the gradient of its own piece from what F and I gathered. Under FP8 a layer's three
 roles are logical, one scale each for all pieces, so that every piece is quantised as the whole would be: the open amax slots
-are max-reduced over tp before the commit that makes the scales.
+are max-reduced over tp before the commit that makes the scales. So tokens are gathered in FP8 (:class:`GatheringQuantiser`).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from qeffect_lm.errors import UsageError
-from qeffect_lm.fp8.quantise import quantise
+from qeffect_lm.fp8.quantise import Format, Quantised, quantise, transposed
 from qeffect_lm.fp8.recipes import DelayedScaling, Quantiser, Recipe
-from qeffect_lm.layers.context import LayerContext
+from qeffect_lm.layers.context import LayerContext, Phase
 from qeffect_lm.layers.linear import SplitLinear
 from qeffect_lm.parallel.cuts import Cut, Even, length_of
 from qeffect_lm.parallel.tensor import TensorParallel
+
+
+class GatheringQuantiser:
+    """Quantises this rank's tokens and gathers all ranks' in FP8: ``[tokens of this rank, …]`` → ``[tokens, features]``.
+
+    The bytes are those of gathering first: an element's FP8 depends on it and on the scale, which all ranks share, alone. The
+    slot gets the amax of this rank's tokens; merged over the ranks it is that of all.
+    """
+
+    def __init__(self, own: Quantiser, tp: TensorParallel, context: LayerContext, who: str) -> None:
+        self._own, self._tp, self._context, self._who = own, tp, context, who
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        scale: torch.Tensor,
+        fmt: Format,
+        /,
+        *,
+        columns: bool,
+        columns_out: torch.Tensor | None = None,
+        **outs: Any,
+    ) -> Quantised:
+        made = self._own(x, scale, fmt, columns=False, **outs)
+        assert made.rows is not None
+        rows = self._tp.gather(made.rows.view(torch.uint8), self._context, self._who).view(fmt.dtype)  # gloo has no FP8
+        return Quantised(rows, transposed(rows, columns_out) if columns else None, made.scale_inv)
 
 
 class _ParallelLinear(SplitLinear):
@@ -49,6 +78,16 @@ class _ParallelLinear(SplitLinear):
     def shaped(self, y: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Where tokens are cut, an input and its product have different ones: ``[tokens, out]`` as it is."""
         return y if self.tp.sequence else super().shaped(y, shape)
+
+    def gathered(
+        self, x: torch.Tensor, quantiser: Quantiser, context: LayerContext
+    ) -> tuple[torch.Tensor, Quantiser]:
+        """All ranks' tokens instead of this one's ``x``, or a quantiser that gets them in FP8; where tokens are cut."""
+        if not self.tp.sequence:
+            return x, quantiser
+        if self.recipe is None or context.phase is Phase.CALIBRATE:
+            return self.tp.gather(x, context, self.name), quantiser
+        return x, GatheringQuantiser(quantiser, self.tp, context, self.name)
 
     @staticmethod
     def _part(name: str, cut: Cut, tp: TensorParallel) -> int:
@@ -98,12 +137,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return {"F": (f"{self.name}.gather",) if sequence else (), "I": (f"{self.name}.{'scatter' if sequence else 'sum'}",)}
 
     def entered(self, x: torch.Tensor, quantiser: Quantiser, context: LayerContext) -> tuple[torch.Tensor, Quantiser]:
-        if self.tp.sequence:
-            apart = getattr(quantiser, "apart", None)
-            if apart is not None:  # a norm in the quantising kernel: of this rank's tokens, before they are gathered
-                x, quantiser = apart(x), quantise
-            x = self.tp.enter(x, context, self.name)
-        return x, quantiser
+        return self.gathered(x, quantiser, context)
 
     def input_grad(
         self, dy: torch.Tensor, context: LayerContext, needs_dx: bool, quantiser: Quantiser = quantise
@@ -157,4 +191,5 @@ class RowParallelLinear(_ParallelLinear):
     def input_grad(
         self, dy: torch.Tensor, context: LayerContext, needs_dx: bool, quantiser: Quantiser = quantise
     ) -> torch.Tensor | None:
-        return super().input_grad(self.tp.leave_grad(dy, context, self.name), context, needs_dx, quantiser)
+        dy, quantiser = self.gathered(dy, quantiser, context)
+        return super().input_grad(dy, context, needs_dx, quantiser)
