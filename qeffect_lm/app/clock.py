@@ -127,9 +127,8 @@ class Clock:
     def _embedding(self) -> Cost:
         if self.profile is not None:
             return Cost(_times(self.profile.embedding))
-        once = self._tokens_over_tp()
         made = self._moved(None if self.rehearsed is None else self.rehearsed.embedding)
-        return Cost((*made, 0.0)).with_exchanges(TP, once, once)
+        return Cost((*made, 0.0)).with_exchanges(TP, self._summed_over_tp(), self._gathered_over_tp())
 
     def _layer(self, block: Block) -> Cost:
         assert block.layer is not None
@@ -152,13 +151,14 @@ class Clock:
         third = (self.device.layer_overhead_us + block.routes * self.device.routing_us) * 1e-6 / 3
         rerun = {"none": 0.0, "selective": attend, "full": attend + f - self._tail(block, fp8)}[recompute]
         cost = Cost((f + attend + made[0] + third, i + attend_back + rerun + made[1] + third, w + third))
-        return self._exchanging(cost, block, recompute)
+        return self._exchanging(cost, block, fp8, recompute)
 
-    def _exchanging(self, cost: Cost, block: Block, recompute: str) -> Cost:
+    def _exchanging(self, cost: Cost, block: Block, fp8: bool, recompute: str) -> Cost:
         """Exchanges of a decoder layer; what runs again is exchanged again, but for the last sum, whose value nobody reads."""
-        over_tp, full = self._tokens_over_tp(), recompute == "full"
+        gathered, summed, full = self._gathered_over_tp(fp8), self._summed_over_tp(), recompute == "full"
         pairs = 1 if block.routes else 2  # attention and MLP each: tokens gathered, parts summed
-        cost = cost.with_exchanges(TP, 2 * pairs * over_tp, (2 * pairs + full * (2 * pairs - (not block.routes))) * over_tp)
+        again = (recompute != "none") * pairs * gathered + full * (pairs - (not block.routes)) * summed
+        cost = cost.with_exchanges(TP, pairs * (gathered + summed), pairs * (gathered + summed) + again)
         if self.config.parallel.cp > 1:
             gathered, summed = self._keys_and_values()
             cost = cost.with_exchanges(CP, gathered, (1 + (recompute != "none")) * gathered + summed)
@@ -215,8 +215,8 @@ class Clock:
             more = (self.device.products["bf16"].seconds(work, self.layout.tokens, *shape) for work in "FIW")
             f, i, w = (a + b for a, b in zip((f, i, w), more, strict=True))
         made = self._moved(None if self.rehearsed is None else self.rehearsed.head)
-        once = self._tokens_over_tp()
-        return Cost((f + made[0], i + made[1], w)).with_exchanges(TP, once + self._small_over_tp(), once)
+        in_f = self._gathered_over_tp() + self._small_over_tp()
+        return Cost((f + made[0], i + made[1], w)).with_exchanges(TP, in_f, self._summed_over_tp())
 
     def _attention(self) -> tuple[float, float]:
         """F and I: two products of causal scores, and five."""
@@ -238,13 +238,22 @@ class Clock:
 
     # ---- exchanges -----------------------------------------------------------------------------------------------
 
-    def _tokens_over_tp(self) -> float:
-        """A microbatch's activations gathered, or parts of them summed: without sequence parallelism as long as half a sum."""
+    def _gathered_over_tp(self, fp8: bool = False) -> float:
+        """A microbatch's activations, where tokens are cut. Native layers in FP8 gather a byte an element."""
         assert self.device is not None
-        line, whole = self._line("tp"), self.layout.tokens * self.config.model.hidden_size * self.layout.dtype.itemsize
-        if self.config.parallel.sequence_parallel:
-            return self.device.gather(line, whole)
-        return self.device.all_reduce(line, whole) / 2
+        if not self.config.parallel.sequence_parallel:
+            return 0.0
+        narrow = fp8 and self.config.model.backend == "native"
+        return self.device.gather(self._line("tp"), self._elements() * (1 if narrow else self.layout.dtype.itemsize))
+
+    def _summed_over_tp(self) -> float:
+        """Parts of a microbatch's activations, of which each rank keeps its tokens, where they are cut."""
+        assert self.device is not None
+        line, whole = self._line("tp"), self._elements() * self.layout.dtype.itemsize
+        return (self.device.gather if self.config.parallel.sequence_parallel else self.device.all_reduce)(line, whole)
+
+    def _elements(self) -> int:
+        return self.layout.tokens * self.config.model.hidden_size
 
     def _keys_and_values(self) -> tuple[float, float]:
         """Of the whole sequences: gathered, and their gradients summed in float32."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from qeffect_lm.app.rehearsal import rehearse
 from qeffect_lm.app.sweep import Limits, batch_sequences, choices, impossible
 from qeffect_lm.config import Config, load_config
 from qeffect_lm.errors import UsageError
+from qeffect_lm.parallel.tensor import Exchange
 
 CONFIGS = Path(__file__).resolve().parents[2] / "models/configs"
 DENSE, MOE = CONFIGS / "llama3.1-8b.yaml", CONFIGS / "moe-16x4b.yaml"
@@ -93,10 +95,10 @@ def test_exchanges_by_kind() -> None:
     assert none == {}
     config, found, _ = exposed(DENSE, "parallel.tp=2")
     whole = 4096 * 4096 * 2
-    once = 11e-6 + whole / 2 / 400e9
+    once, in_fp8 = 11e-6 + whole / 2 / 400e9, 11e-6 + whole / 4 / 400e9
     layers, microbatches = 32, 4
     # A layer gathers and sums twice in F and in I; the embedding sums and gathers, the head gathers (and the loss) and sums.
-    assert found == {TP: pytest.approx(microbatches * (layers * 8 * once + 4 * once + 11e-6))}
+    assert found == {TP: pytest.approx(microbatches * (layers * 4 * (once + in_fp8) + 4 * once + 11e-6))}
     keys = 2 * 4096 * 8 * 128
     _, found, _ = exposed(DENSE, "parallel.cp=2")
     of_layer = 2 * (11e-6 + keys * 2 / 2 / 400e9) + 11e-6 + keys * 4 / 2 / 400e9
@@ -110,9 +112,46 @@ def test_exchanges_by_kind() -> None:
     assert exact == pytest.approx(microbatches * layers * (4 * (11e-6 + padded / 8 * 7 / 8 / 400e9) + 3 * small))
 
 
-def test_full_recompute_exchanges_again() -> None:
-    tp, again = (exposed(DENSE, "parallel.tp=2", f"model.recompute={kind}")[1][TP] for kind in ("none", "full"))
-    assert again / tp == pytest.approx((8 + 3) / 8, rel=0.01)
+LAYERS: dict[str, list[str]] = {
+    "FP8": [],
+    "BF16": ["precision.fp8.recipe=none"],
+    "FP8 float32": ["precision.dtype=float32"],
+    "FP8, full": ["model.recompute=full"],
+    "FP8, selective": ["model.recompute=selective"],
+    "BF16, selective": ["model.recompute=selective", "precision.fp8.recipe=none"],
+    "FP8, selective, dropout": ["model.recompute=selective", "model.dropout=0.1"],
+    "FP8, all tokens": ["parallel.sequence_parallel=false"],
+    "FP8, all tokens, full": ["parallel.sequence_parallel=false", "model.recompute=full"],
+    "BF16, full": ["model.recompute=full", "precision.fp8.recipe=none"],
+    "FP8, joined": ["pipeline.coalesce_w=2", "model.recompute=full"],
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_bytes_of_a_layer_are_those_that_it_exchanges(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder layer of 8B between two ranks, run without data, beside the formula on links of one byte a second: of an
+    exchange half of the whole crosses, of a sum that all keep twice that."""
+    config = load_config(DENSE, ["parallel.pp=1", "parallel.tp=2", "pipeline.microbatches=4", *LAYERS[kind]])
+    seen: Counter[tuple[str, str]] = Counter()
+    for name, factor in (("gather", 1), ("scatter_sum", 1), ("sum_", 2)):
+
+        def spy(self, x, context, who, name=name, factor=factor, original=getattr(Exchange, name)):  # noqa: ANN001, ANN202
+            made = original(self, x, context, who)
+            if context.training and who.startswith("layers.0."):
+                seen[context.scope.kind, name] += factor * max(x.nbytes, made.nbytes)
+            return made
+
+        monkeypatch.setattr(Exchange, name, spy)
+    rehearsed = rehearse(config, "cuda")
+    microbatches = 2 * 2 * config.pipeline.coalesce_w  # two steps, with one layer of the kind and with two
+    slow = replace(ceilings("h200"), launch_us=0.0, link_hop_us=0.0, link_gb_s=1e-9)
+    layout = Layout(config)
+    block = next(block for block in layout.blocks if block.layer == 0)
+    told = Clock(layout, rehearsed, slow, None)._layer(block).exchanges[TP]
+    assert told == pytest.approx(sum(seen.values()) / 2 / microbatches) and {work for work, _ in seen} == {"F", "I"}
+    if kind in ("FP8", "BF16"):
+        of_gather = sum(size for (_, name), size in seen.items() if name == "gather") / microbatches
+        assert of_gather == 4 * 4096 * 4096 * (1 if kind == "FP8" else 2)
 
 
 def test_slower_links_show() -> None:
