@@ -18,12 +18,14 @@ import torch
 from qeffect_lm import config_check
 from qeffect_lm.contract.errors import CollectiveError
 from qeffect_lm.layers import te
+from qeffect_lm.parallel import tensor
 from qeffect_lm.parallel.linear import RowParallelLinear
 from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.parallel.peers import PeerLostError
-from qeffect_lm.parallel.tensor import TensorParallel
+from qeffect_lm.parallel.tensor import Exchange, TensorParallel
 from tests.dist.frame import same_on_all, train_each, whole
 from tests.dist.test_zero import data, together
+from tests.gathered_first import gather_first, scale_apart
 from tests.helpers import run_distributed, start_distributed
 from tests.te_fake import fake_library
 from tests.tiny import Batch, batch, config, differing, train
@@ -113,6 +115,106 @@ def test_every_way_of_two_ranks() -> None:
             assert told[number] == told[first] and differing(states[number], states[first]) == [], number
     assert told[8] != told[4] and told[8][0] == pytest.approx(told[4][0], abs=0.02)
     assert told[10][0] == pytest.approx(told[4][0], abs=0.02)
+
+
+# ---- tokens gathered in FP8 ------------------------------------------------------------------------------------------
+
+Exchanged = dict[tuple[str, str, str], set[tuple[str, int]]]
+
+
+def _gathers(rank: int, world: int, sizes: dict[str, int], variants: list[dict[str, Any]], way: str) -> list[Any]:
+    """:func:`_runs`, and what each work of each layer gathered: dtypes and numbers of elements, as the library got them."""
+    with pytest.MonkeyPatch.context() as patch:
+        if way != "FP8":
+            {"tokens first": gather_first, "scales apart": scale_apart}[way](patch)
+        seen: Exchanged = {}
+        work: list[tuple[str, str, str]] = []
+        tell, gather = TensorParallel._tell, tensor._all_gather
+
+        def told(context: Any, who: str, kind: str) -> None:
+            work.append((str(context.phase), "" if context.scope is None else context.scope.kind, who))
+            tell(context, who, kind)
+
+        def gathered(made: torch.Tensor, part: torch.Tensor, **group: Any) -> Any:
+            seen.setdefault(work[-1], set()).add((str(made.dtype), made.numel()))
+            assert part.dtype is made.dtype and part.numel() * world == made.numel()
+            return gather(made, part, **group)
+
+        patch.setattr(Exchange, "_tell", staticmethod(told))
+        patch.setattr(tensor, "_all_gather", gathered)
+        return [*_runs(rank, world, sizes, variants), seen]
+
+
+def both_ways(variants: list[dict[str, Any]]) -> tuple[Exchanged, Exchanged]:
+    """Bytes of losses, norms and every logical tensor, scales and histories of amax included, are the same whether ranks gather
+    their tokens in FP8 or first of all; what was gathered, either way."""
+    found = {}
+    for way in ("FP8", "tokens first", "scales apart"):
+        ran = variants[:1] if way == "scales apart" else variants
+        ranks = run_distributed(_gathers, 2, {"tp": 2}, ran, way, timeout=400)
+        assert ranks[0][-1] == ranks[1][-1], "ranks gather the same"
+        runs = [rank[:-1] for rank in ranks]
+        found[way] = same_on_all(runs), [whole([run[n][1] for run in runs]) for n in range(len(ran))], ranks[0][-1]
+    (told, states, seen), (want, before, wide) = found["FP8"], found["tokens first"]
+    for number, state in enumerate(states):
+        assert told[number] == want[number] and differing(state, before[number]) == [], number
+        scales = [name for name in state if name.startswith("scale/")]
+        assert len(scales) > 10 and all(float(state[name]) not in (0.0, 1.0) for name in scales)
+        assert len({float(state[name]) for name in scales}) > 0.8 * len(scales)
+    assert found["scales apart"][0][0] != told[0], "control"
+    return seen, wide
+
+
+def test_gathered_in_fp8() -> None:
+    """In training and evaluation a layer in FP8 gathers its input in F and its output gradient in I by the byte, a quarter of
+    float32; everything else, and calibration, in the layers' dtype."""
+    seen, wide = both_ways([{}])
+    tokens, hidden = 32, 32
+    layers = {(f"layers.{layer}.{part}", work) for layer in (0, 1) for part, work in LINEARS}
+    trained = {(who, work): sizes for (phase, work, who), sizes in seen.items() if phase == "train"}
+    assert {key for key, sizes in trained.items() if sizes == {("torch.uint8", tokens * hidden)}} == layers
+    assert {key for key, sizes in trained.items() if sizes == {("torch.float32", tokens * hidden)}} == OTHERS
+    assert trained.keys() == layers | OTHERS | {("loss", "F")}
+    assert {(phase, who) for phase, _, who in seen if seen[phase, _, who] == {("torch.uint8", 1024)}} == {
+        *(("train", who) for who, _ in layers), *(("eval", who) for who, work in layers if work == "F"),
+    }  # fmt: skip
+    calibrated = [sizes for (phase, _, who), sizes in seen.items() if phase == "calibrate" and who != "loss"]
+    assert calibrated == [{("torch.float32", tokens * hidden)}] * len(layers | OTHERS)
+    assert wide.keys() == seen.keys() and not any(dtype == "torch.uint8" for sizes in wide.values() for dtype, _ in sizes)
+
+    def size(found: Exchanged) -> int:
+        """Bytes of a microbatch in a layer."""
+        of_layer = [found["train", work, f"layers.0.{part}"] for part, work in LINEARS]
+        return sum(count * getattr(torch, dtype[6:]).itemsize for sizes in of_layer for dtype, count in sizes)
+
+    assert (size(seen), size(wide)) == (4 * tokens * hidden, 4 * tokens * hidden * 4)
+
+
+LINEARS = (("attention.qkv", "F"), ("mlp.gate_up", "F"), ("attention.out", "I"), ("mlp.down", "I"))
+OTHERS = {("head", "F"), ("embedding", "I")}
+
+
+@pytest.mark.long
+def test_gathered_in_fp8_every_way() -> None:
+    """Recompute (tokens are gathered again in I, in FP8 too), W of several microbatches as one product, tapes, a roll after
+    every microbatch, layers that are not in FP8, biases, experts: the bits of gathering first."""
+    narrow: dict[str, Any] = {"precision__dtype": "bfloat16", "model__dropout": 0.1}
+    variants = [
+        {**narrow, "model__recompute": "full"},
+        {**narrow, "model__recompute": "selective"},
+        {**narrow, "pipeline__coalesce_w": 2, **REPLAY},
+        {**narrow, "pipeline__coalesce_w": 2, "model__recompute": "selective"},
+        {**narrow, "precision__fp8__window": "microbatch", **REPLAY, "graphs__scope": "step"},
+        {**narrow, "precision__fp8__high_precision_first": 1, "contract__mode": "off"},
+        {**narrow, "model__family": "gpt2", "model__num_kv_heads": 4},
+        {"model__family": "mixtral", "model__moe": {"num_experts": 4}, "model__recompute": "full"},
+    ]
+    seen, wide = both_ways(variants)
+    again = {who for phase, work, who in seen if phase == "train" and work == "I" and who.endswith(("qkv", "gate_up"))}
+    assert again == {f"layers.{layer}.{part}" for layer in (0, 1) for part in ("attention.qkv", "mlp.gate_up")}
+    assert wide.keys() == seen.keys() and all(("torch.uint8", 1024) in seen["train", "I", who] for who in again)
+    assert ("torch.bfloat16", 1024) in seen["train", "F", "layers.0.attention.qkv"], "the layer that is not in FP8"
+    assert ("torch.bfloat16", 1024) not in seen["train", "F", "layers.1.attention.qkv"]
 
 
 @pytest.mark.long

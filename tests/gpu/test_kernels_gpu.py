@@ -42,6 +42,13 @@ from tests.unit.test_kernels_quantise import (  # noqa: F401
     test_weight_refresh,
     test_writes_into_given_storages,
 )
+from tests.unit.test_kernels_transpose import (  # noqa: F401
+    launches,
+    test_equals_torch,
+    test_large_ones,
+    test_what_does_not_come_in_pairs,
+    test_whole_tiles,
+)
 
 pytestmark = pytest.mark.gpu
 

@@ -1,4 +1,5 @@
-"""The kernels of experts compiled for an H200 (no GPU is needed for that): what makes them fast is in the code that comes out.
+"""The kernels of experts, and the one that turns FP8, compiled for an H200 (no GPU is needed for that): what makes them fast is
+in the code that comes out.
 
 A table of addresses tells the compiler nothing about alignment. Where it is not told, the tensor cores wait for loads of single
 bytes: a sixth of the speed on an H200, and every number right.
@@ -25,7 +26,7 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from qeffect_lm.kernels import experts, grouped, router, scales
+from qeffect_lm.kernels import experts, grouped, router, scales, transpose
 
 POINTERS = {"x", "table", "like", "x_scale_inv", "scale_table", "out", "offsets", "dy", "dy_scale_inv", "hidden", "row_weights",
             "d_weighted", "group_of_row", "d_hidden", "of_rows", "amax", "rows", "role_rows", "held",
@@ -112,12 +113,17 @@ losses = dict.fromkeys(("LOSSES", "MASKED", "RECORD", "ADDS"), True)
 routers = {name: counted(ptx(kernel, router._cut(8), types, K=2, **constants)) for name, kernel, constants in (
     ("choice", router._choose_kernel, {"NORMALISE": True}), ("sums", router._sums_kernel, {"MASKED": True}),
     ("way back", router._backward_kernel, {"NORMALISE": True} | losses))}
-print(json.dumps([found, between, rounded, routers]))
+tile = {"TILE_M": transpose.TILE.rows, "TILE_K": transpose.TILE.columns, "num_warps": transpose.TILE.warps}
+POINTERS |= {"columns", "m"}
+turned = ptx(transpose._transpose_kernel, tile, {"rows": "*u8", "columns": "*i16"})
+turned = counted(turned) | {"trans": len(re.findall(r"ldmatrix[.\\w]*\\.trans", turned))}
+print(json.dumps([found, between, rounded, routers, turned]))
 """
 
 
 def compiled(folder: Path, aligned: bool) -> list[dict[str, Any]]:
-    """How many of which instructions each kernel has: products, what stands between them, quotients of scales, routers."""
+    """How many of which instructions each kernel has: products, what stands between them, quotients of scales, routers, the
+    one that turns FP8."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder)
     (folder / "compiled.py").write_text(CODE.replace("ALIGNED=ALIGNED", f"ALIGNED={aligned}"))
@@ -129,7 +135,7 @@ def compiled(folder: Path, aligned: bool) -> list[dict[str, Any]]:
 def test_tensor_cores_and_whole_loads(tmp_path):
     """Hopper's warpgroup products, fed by copies of 16 bytes past the registers; nothing is loaded or stored by the byte.
     W of one microbatch and of two keeps its sums in registers, and its products wait only where the program says so."""
-    products, between, scales, routers = compiled(tmp_path, True)
+    products, between, scales, routers, turned = compiled(tmp_path, True)
     for name, count in products.items():
         assert count["wgmma"] >= 4 and count["mma"] == 0 and count["async"] >= 12 and count["narrow"] == 0, (name, count)
         assert not count.get("spilled") and not count.get("serial"), (name, count)
@@ -137,6 +143,7 @@ def test_tensor_cores_and_whole_loads(tmp_path):
         assert count["vectors"] >= 4 and count["narrow"] == 0, (name, count)
     for name, count in routers.items():
         assert count["vectors"] >= 1 and count["narrow"] == 0, (name, count)
+    assert turned["vectors"] == 8 and turned["narrow"] == 0 and turned["trans"] == 4, turned
     assert scales["quotients"] == scales["exact"] >= 2 and not scales["flushed"] + scales["fused"], "as torch rounds"
     assert scales["products"] >= 1 and not scales["joined"], "what overflows between two products does not in one"
 

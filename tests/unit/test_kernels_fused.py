@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from models.decoder import Decoder, DecoderBlock
 from qeffect_lm.contract.ledger import Scope
+from qeffect_lm.fp8.quantise import E4M3, E5M2, quantise
 from qeffect_lm.fp8.recipes import CurrentScaling, DelayedScaling
 from qeffect_lm.layers.base import Layer
 from qeffect_lm.layers.context import LayerContext, Phase
 from qeffect_lm.layers.linear import SplitLinear
+from qeffect_lm.layers.norm import RMSNorm
+from qeffect_lm.parallel.linear import GatheringQuantiser
 from qeffect_lm.parallel.tensor import TensorParallel
 from tests.decoders import llama_decoder
 from tests.unit.interpreted import DEVICE, kernels_run, reference  # noqa: F401
@@ -198,6 +202,54 @@ def test_cut_over_ranks_as_one_node(which, sequence, recompute, monkeypatch):
             more = (x, dy) if residual else (torch.zeros_like(x), torch.zeros_like(dy))
             assert torch.equal(m.out.view_as(out), out + more[0])
             assert torch.equal(m.dx.view_as(dx), dx) if not residual else (m.dx.view_as(dx) - (dx + dy)).abs().max() < 0.1
+
+
+class Both(TensorParallel):
+    """A rank whose peer's part is made beforehand."""
+
+    def gather(self, x, context, who):
+        assert x.dtype is torch.uint8 and torch.equal(x, PARTS[self.rank])
+        return torch.cat(PARTS)
+
+
+PARTS: list[torch.Tensor] = []
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("placed", [True, False])
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+def test_quantised_by_each_rank_then_gathered(fmt, placed, normed):
+    """Bytes of both layouts and of the inverse scale are those of all tokens quantised together; so is the larger amax. A norm
+    in the kernel leaves its statistics of the rank's own."""
+    x = random(2 * TOKENS, HIDDEN, seed=3, dtype=torch.bfloat16).to(DEVICE)
+    x[3, 5], x[TOKENS + 2, 7] = 900.0, 9.0
+    from qeffect_lm.layers.fused import NormQuantiser
+
+    rms = RMSNorm("norm", HIDDEN, dtype=torch.bfloat16).to(DEVICE)
+    scale = torch.tensor(30.0, device=DEVICE)
+
+    def run(x: torch.Tensor, context: LayerContext | None, rank: int = 0, columns: bool = True) -> tuple[Any, ...]:
+        amax, own = torch.tensor(-1.0, device=DEVICE), NormQuantiser(rms) if normed else quantise
+        by = own if context is None else GatheringQuantiser(own, Both(2, rank), context, "linear")
+        outs = {}
+        if placed and columns:
+            wide = torch.zeros(HIDDEN, 4 * TOKENS, device=DEVICE).to(fmt.dtype)
+            outs = {"columns_out": wide[:, 2 * TOKENS :], "scale_inv_out": torch.zeros((), device=DEVICE)}
+        made = by(x, scale, fmt, columns=columns, amax_out=amax, **outs)
+        assert all(out is getattr(made, name.removesuffix("_out")) for name, out in outs.items())
+        return made, amax, own.rstd if normed else None
+
+    want, amax, rstd = run(x, None)
+    PARTS[:] = [run(part, None, columns=False)[0].rows.view(torch.uint8) for part in x.chunk(2)]
+    context, amaxes = LayerContext(Phase.EVAL, key=torch.tensor(0)), []
+    for rank, part in enumerate(x.chunk(2)):
+        got, mine, of_own = run(part, context, rank)
+        amaxes.append(mine)
+        for layout in ("rows", "columns"):
+            assert torch.equal(getattr(got, layout).view(torch.uint8), getattr(want, layout).view(torch.uint8))
+        assert torch.equal(got.scale_inv, want.scale_inv) and run(part, context, rank, columns=False)[0].columns is None
+        assert rstd is None or torch.equal(of_own, rstd.chunk(2)[rank])
+    assert torch.equal(torch.stack(amaxes).max(), amax) and not torch.equal(*amaxes), "either has an amax of its own"
 
 
 @pytest.mark.parametrize("which", ["attention", "mlp"])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from qeffect_lm.app.assemble import make_plan
 from qeffect_lm.app.ceilings import ceilings
@@ -20,6 +22,7 @@ from qeffect_lm.app.rehearsal import rehearse
 from qeffect_lm.app.sweep import Limits, batch_sequences, choices, impossible
 from qeffect_lm.config import Config, load_config
 from qeffect_lm.errors import UsageError
+from qeffect_lm.layers.context import LayerContext
 from qeffect_lm.parallel.tensor import Exchange
 
 CONFIGS = Path(__file__).resolve().parents[2] / "models/configs"
@@ -133,15 +136,20 @@ def test_bytes_of_a_layer_are_those_that_it_exchanges(kind: str, monkeypatch: py
     exchange half of the whole crosses, of a sum that all keep twice that."""
     config = load_config(DENSE, ["parallel.pp=1", "parallel.tp=2", "pipeline.microbatches=4", *LAYERS[kind]])
     seen: Counter[tuple[str, str]] = Counter()
-    for name, factor in (("gather", 1), ("scatter_sum", 1), ("sum_", 2)):
 
-        def spy(self, x, context, who, name=name, factor=factor, original=getattr(Exchange, name)):  # noqa: ANN001, ANN202
+    def spied(name: str, factor: int) -> Callable[..., torch.Tensor]:
+        original = getattr(Exchange, name)
+
+        def exchange(self: Exchange, x: torch.Tensor, context: LayerContext, who: str) -> torch.Tensor:
             made = original(self, x, context, who)
-            if context.training and who.startswith("layers.0."):
+            if context.scope is not None and who.startswith("layers.0."):
                 seen[context.scope.kind, name] += factor * max(x.nbytes, made.nbytes)
             return made
 
-        monkeypatch.setattr(Exchange, name, spy)
+        return exchange
+
+    for name, factor in (("gather", 1), ("scatter_sum", 1), ("sum_", 2)):
+        monkeypatch.setattr(Exchange, name, spied(name, factor))
     rehearsed = rehearse(config, "cuda")
     microbatches = 2 * 2 * config.pipeline.coalesce_w  # two steps, with one layer of the kind and with two
     slow = replace(ceilings("h200"), launch_us=0.0, link_hop_us=0.0, link_gb_s=1e-9)

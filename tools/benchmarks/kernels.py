@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from qeffect_lm.fp8.quantise import E4M3, E5M2, Quantised, quantise
-from qeffect_lm.kernels import loss, norm, rope, swiglu
+from qeffect_lm.kernels import loss, norm, rope, swiglu, transpose
 from qeffect_lm.kernels.cublaslt import CublasLt
 from qeffect_lm.kernels.quantise import Outputs
 from qeffect_lm.kernels.weights import Weight, WeightRefresh
@@ -160,6 +160,13 @@ def quantising(bench: Bench) -> None:
 
         return run
 
+    def turned() -> Callable[[], object]:
+        made = quantise(new(m, h), scalar(20.0), E4M3)
+        assert made.rows is not None and made.columns is not None
+        rows, columns = made.rows, made.columns
+        return lambda: transpose.transpose(rows, columns)
+
+    bench.moved("transpose", 2 * m * h, turned)
     bench.moved("quantise, both layouts", 4 * m * h, lambda: plain(True))
     bench.moved("quantise, rows", 3 * m * h, lambda: plain(False))
     bench.moved("norm + quantise", 4 * m * h, normed)
