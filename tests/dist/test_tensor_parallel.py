@@ -122,9 +122,13 @@ def test_every_way_of_two_ranks() -> None:
 Exchanged = dict[tuple[str, str, str], set[tuple[str, int]]]
 
 
-def _gathers(rank: int, world: int, sizes: dict[str, int], variants: list[dict[str, Any]], way: str) -> list[Any]:
+def _gathers(rank: int, world: int, variants: list[dict[str, Any]], way: str, interpreted: bool) -> list[Any]:
     """:func:`_runs`, and what each work of each layer gathered: dtypes and numbers of elements, as the library got them."""
     with pytest.MonkeyPatch.context() as patch:
+        if interpreted:
+            from tests.unit.interpreted import run_kernels
+
+            run_kernels(patch)
         if way != "FP8":
             {"tokens first": gather_first, "scales apart": scale_apart}[way](patch)
         seen: Exchanged = {}
@@ -142,16 +146,16 @@ def _gathers(rank: int, world: int, sizes: dict[str, int], variants: list[dict[s
 
         patch.setattr(Exchange, "_tell", staticmethod(told))
         patch.setattr(tensor, "_all_gather", gathered)
-        return [*_runs(rank, world, sizes, variants), seen]
+        return [*_runs(rank, world, {"tp": world}, variants), seen]
 
 
-def both_ways(variants: list[dict[str, Any]]) -> tuple[Exchanged, Exchanged]:
+def both_ways(variants: list[dict[str, Any]], interpreted: bool = False) -> tuple[Exchanged, Exchanged]:
     """Bytes of losses, norms and every logical tensor, scales and histories of amax included, are the same whether ranks gather
     their tokens in FP8 or first of all; what was gathered, either way."""
     found = {}
     for way in ("FP8", "tokens first", "scales apart"):
         ran = variants[:1] if way == "scales apart" else variants
-        ranks = run_distributed(_gathers, 2, {"tp": 2}, ran, way, timeout=400)
+        ranks = run_distributed(_gathers, 2, ran, way, interpreted, timeout=600)
         assert ranks[0][-1] == ranks[1][-1], "ranks gather the same"
         runs = [rank[:-1] for rank in ranks]
         found[way] = same_on_all(runs), [whole([run[n][1] for run in runs]) for n in range(len(ran))], ranks[0][-1]
@@ -215,6 +219,19 @@ def test_gathered_in_fp8_every_way() -> None:
     assert wide.keys() == seen.keys() and all(("torch.uint8", 1024) in seen["train", "I", who] for who in again)
     assert ("torch.bfloat16", 1024) in seen["train", "F", "layers.0.attention.qkv"], "the layer that is not in FP8"
     assert ("torch.bfloat16", 1024) not in seen["train", "F", "layers.1.attention.qkv"]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; tests/gpu does it on a GPU")
+def test_gathered_in_fp8_by_the_kernels() -> None:
+    """A GPU's way, its kernels interpreted: the norm in the kernel that quantises, attention and MLP a node each, columns by a
+    kernel of their own, in F, in I (``selective``) and into their place among other microbatches'."""
+    pytest.importorskip("triton", reason="needs Triton (extra test)")
+    base: dict[str, Any] = {"precision__dtype": "bfloat16", "model__num_layers": 1}
+    seen, wide = both_ways([{**base, "model__recompute": "selective"}, {**base, "pipeline__coalesce_w": 2}], interpreted=True)
+    again = {who for phase, work, who in seen if phase == "train" and work == "I" and who.endswith(("qkv", "gate_up"))}
+    assert again == {"layers.0.attention.qkv", "layers.0.mlp.gate_up"} and wide.keys() == seen.keys()
+    assert {seen["train", work, f"layers.0.{part}"] == {("torch.uint8", 1024)} for part, work in LINEARS} == {True}
 
 
 @pytest.mark.long

@@ -70,20 +70,25 @@ def _one_element_is_a_number(original):
     return patch_lang_tensor
 
 
+def run_kernels(patch: pytest.MonkeyPatch) -> None:
+    """From now on the dispatch takes the kernels, wherever this runs."""
+    if INTERPRETED:
+        from triton.runtime import interpreter
+
+        from qeffect_lm.kernels import norm
+
+        patch.setattr(interpreter, "_convert_float", _as_the_hardware(interpreter._convert_float))
+        patch.setattr(interpreter, "_patch_lang_tensor", _one_element_is_a_number(interpreter._patch_lang_tensor))
+        patch.setattr(interpreter, "_patch_lang", _once_per_launch(interpreter._patch_lang))
+        patch.setattr(norm, "RUNS", 8)  # it takes milliseconds per program
+    patch.setattr(kernels, "usable", lambda tensor: tensor.dtype is not torch.float64)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def kernels_run() -> Iterator[None]:
-    """The dispatch takes the kernels, wherever this runs."""
+    """The kernels in the tests of a module."""
     with pytest.MonkeyPatch.context() as patch:
-        if INTERPRETED:
-            from triton.runtime import interpreter
-
-            from qeffect_lm.kernels import norm
-
-            patch.setattr(interpreter, "_convert_float", _as_the_hardware(interpreter._convert_float))
-            patch.setattr(interpreter, "_patch_lang_tensor", _one_element_is_a_number(interpreter._patch_lang_tensor))
-            patch.setattr(interpreter, "_patch_lang", _once_per_launch(interpreter._patch_lang))
-            patch.setattr(norm, "RUNS", 8)  # it takes milliseconds per program
-        patch.setattr(kernels, "usable", lambda tensor: tensor.dtype is not torch.float64)
+        run_kernels(patch)
         yield
 
 
