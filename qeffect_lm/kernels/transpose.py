@@ -2,7 +2,7 @@
 
 Two rows are turned as one matrix of 16-bit numbers, each a byte of both, so two neighbours of a column: numbers as wide as BF16
 go through shared memory 16 bytes at a time (``ldmatrix``), as in the quantising kernels. Bytes by themselves would go one by
-one, the way in which Triton 3.6 turns float32 matrices, wrongly (:func:`qeffect_lm.kernels.quantises`).
+one, as they do where Triton 3.6 quantises float32, whose transposed copy is wrong (:func:`qeffect_lm.kernels.quantises`).
 """
 
 from __future__ import annotations
