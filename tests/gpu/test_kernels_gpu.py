@@ -21,6 +21,7 @@ from tests.unit.test_kernels_fused import (  # noqa: F401
     test_evaluation_reads_and_leaves_nothing,
     test_fp8_operands_alone_leave_the_fused_layers,
     test_frozen_half_of_an_mlp,
+    test_quantised_by_each_rank_then_gathered,
     test_residual_inside,
 )
 from tests.unit.test_kernels_layers import (  # noqa: F401
