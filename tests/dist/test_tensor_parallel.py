@@ -133,7 +133,7 @@ def _gathers(rank: int, world: int, variants: list[dict[str, Any]], way: str, in
             {"tokens first": gather_first, "scales apart": scale_apart}[way](patch)
         seen: Exchanged = {}
         work: list[tuple[str, str, str]] = []
-        tell, gather = TensorParallel._tell, tensor._all_gather
+        tell, gather = TensorParallel._tell, tensor.all_gather
 
         def told(context: Any, who: str, kind: str) -> None:
             work.append((str(context.phase), "" if context.scope is None else context.scope.kind, who))
@@ -145,7 +145,7 @@ def _gathers(rank: int, world: int, variants: list[dict[str, Any]], way: str, in
             return gather(made, part, **group)
 
         patch.setattr(Exchange, "_tell", staticmethod(told))
-        patch.setattr(tensor, "_all_gather", gathered)
+        patch.setattr(tensor, "all_gather", gathered)
         return [*_runs(rank, world, {"tp": world}, variants), seen]
 
 

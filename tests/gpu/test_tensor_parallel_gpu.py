@@ -71,7 +71,7 @@ def _gathers(rank: int, world: int, variants: list[dict[str, Any]], way: str) ->
     with pytest.MonkeyPatch.context() as patch:
         if way != "FP8":
             {"tokens first": gather_first, "scales apart": scale_apart}[way](patch)
-        gather = tensor._all_gather
+        gather = tensor.all_gather
         for more in variants:
             seen: set[str] = set()
 
@@ -79,7 +79,7 @@ def _gathers(rank: int, world: int, variants: list[dict[str, Any]], way: str) ->
                 seen.add(str(made.dtype))
                 return gather(made, *rest, **group)
 
-            patch.setattr(tensor, "_all_gather", gathered)
+            patch.setattr(tensor, "all_gather", gathered)
             run = train(settings("eager", **GENTLY, parallel__tp=world, **more), STEPS, mesh=mesh, batches=data)
             told.append((run.losses, run.norms, {name: t.cpu() for name, t in run.tensors.items()}, seen))
             run.assembly.release()
