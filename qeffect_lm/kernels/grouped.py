@@ -370,7 +370,7 @@ def product(
     launched("grouped_product", out, *x.tensors(), table, scales, groups.offsets, *weights.tensors, *narrow, fast_accumulation)
     parts = rows.is_cuda and dtype is torch.float32 and rows.dtype is weights.tensors[0].dtype is torch.bfloat16
     wide = not parts and _wide(rows, dtype)
-    tiles = _narrow(n) if wide else _ROUTER if parts else (_FAST if fast_accumulation else _FP8) if fp8 else _BF16
+    tiles = _narrow(n, k) if wide else _ROUTER if parts else (_FAST if fast_accumulation else _FP8) if fp8 else _BF16
     down = -(-m // tiles.rows) + groups.count - 1
     _product_kernel[(down * -(-n // tiles.columns),)](
         rows, table, weights.tensors[0], groups.offsets if x.scale_inv is None else x.scale_inv, scales, out,
@@ -417,9 +417,9 @@ def _wide(rows: torch.Tensor, other: torch.dtype) -> bool:
     return not rows.is_cuda or torch.float32 in (rows.dtype, other)
 
 
-def _narrow(n: int) -> _Tiles:
-    """Of float32 values; a router has few outputs ``n`` and sums many features."""
-    return _Tiles(32, 16, 64) if n <= 16 else _Tiles(32, 64, 32)
+def _narrow(n: int, k: int) -> _Tiles:
+    """Of float32 values; a router has few outputs, ``n`` of which its F sums many features, and ``k`` of which its I sums."""
+    return _Tiles(32, 16, 64) if n <= 16 else _Tiles(64, 64, 16) if k <= 64 else _Tiles(32, 64, 32)
 
 
 def _narrow_w(n: int) -> _Tiles:

@@ -15,8 +15,9 @@ from qeffect_lm.kernels import launched
 from qeffect_lm.kernels.tables import Tile
 from qeffect_lm.kernels.tile import tile_offsets
 
-# Pairs of rows by features: columns leave in runs of 128 bytes, and a thread has four accesses of 16 bytes each way.
-TILE = Tile(64, 64, 4)
+# Pairs of rows by features, of eight tried on an H200 the fastest for few tokens: columns leave in runs of 128 bytes. There it
+# moves 3.2 to 3.5 TB/s, where a copy moves 3.3 to 4.0.
+TILE = Tile(64, 128, 8)
 
 
 @triton.jit

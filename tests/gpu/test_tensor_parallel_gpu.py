@@ -64,48 +64,46 @@ def test_two_ranks_on_one_gpu() -> None:
     )
 
 
-def _gathers(rank: int, world: int, variants: list[dict[str, Any]], way: str) -> list[Any]:
-    """Of each variant losses, norms, every logical tensor, and which dtypes were gathered."""
-    mesh = shared_gpu(rank, tp=world)
-    told = []
-    with pytest.MonkeyPatch.context() as patch:
-        if way != "FP8":
-            {"tokens first": gather_first, "scales apart": scale_apart}[way](patch)
-        gather = tensor.all_gather
-        for more in variants:
-            seen: set[str] = set()
+WAYS: dict[str, Any] = {"FP8": None, "tokens first": gather_first, "scales apart": scale_apart}
 
-            def gathered(made: torch.Tensor, *rest: Any, seen: set[str] = seen, **group: Any) -> Any:
-                seen.add(str(made.dtype))
-                return gather(made, *rest, **group)
 
-            patch.setattr(tensor, "all_gather", gathered)
-            run = train(settings("eager", **GENTLY, parallel__tp=world, **more), STEPS, mesh=mesh, batches=data)
-            told.append((run.losses, run.norms, {name: t.cpu() for name, t in run.tensors.items()}, seen))
-            run.assembly.release()
+def _gathers(rank: int, world: int, variants: list[dict[str, Any]], steps: int) -> dict[str, list[Any]]:
+    """By way, of each variant losses, norms, every logical tensor, and which dtypes were gathered."""
+    mesh, gather = shared_gpu(rank, tp=world), tensor.all_gather
+    told: dict[str, list[Any]] = {way: [] for way in WAYS}
+    for way, change in WAYS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            if change is not None:
+                change(patch)
+            for more in variants if way != "scales apart" else variants[:1]:
+                seen: set[str] = set()
+
+                def gathered(made: torch.Tensor, *rest: Any, seen: set[str] = seen, **group: Any) -> Any:
+                    seen.add(str(made.dtype))
+                    return gather(made, *rest, **group)
+
+                patch.setattr(tensor, "all_gather", gathered)
+                run = train(settings("eager", **GENTLY, parallel__tp=world, **more), steps, mesh=mesh, batches=data)
+                told[way].append((run.losses, run.norms, {name: t.cpu() for name, t in run.tensors.items()}, seen))
+                run.assembly.release()
     return told
 
 
 def test_gathered_in_fp8_on_one_gpu() -> None:
     """The fused kernels: bytes of losses, norms and all tensors, scales and histories included, are those of gathering tokens
     first, with columns made in F or in I, into a storage of their own or among other microbatches'."""
-    variants: list[dict[str, Any]] = [
+    steps, variants = 4, [
         {},
         {"model__recompute": "full"},
-        {"model__recompute": "selective"},
         {"model__dropout": 0.1, "model__recompute": "selective"},
         {"pipeline__coalesce_w": 2},
         {"precision__fp8": {"recipe": "delayed", "history": 4, "window": "microbatch"}},
     ]
-    found = {
-        way: run_distributed(_gathers, 2, variants if way != "scales apart" else variants[:1], way, timeout=300, init=False)
-        for way in ("FP8", "tokens first", "scales apart")
-    }
-    for ours, theirs in zip(found["FP8"], found["tokens first"], strict=True):
-        for number, (got, want) in enumerate(zip(ours, theirs, strict=True)):
+    for found in run_distributed(_gathers, 2, variants, steps, timeout=300, init=False):
+        for number, (got, want) in enumerate(zip(found["FP8"], found["tokens first"], strict=True)):
             assert got[:2] == want[:2] and differing(got[2], want[2]) == [], (number, variants[number])
-            assert "torch.uint8" in got[3] and "torch.uint8" not in want[3] and len(set(got[0])) == STEPS
-    assert found["scales apart"][0][0][0] != found["FP8"][0][0][0], "control"
+            assert "torch.uint8" in got[3] and "torch.uint8" not in want[3] and len(set(got[0])) == steps
+        assert found["scales apart"][0][0] != found["FP8"][0][0], "control"
 
 
 def test_two_ranks_of_transformer_engine_on_one_gpu() -> None:
