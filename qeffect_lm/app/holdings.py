@@ -103,7 +103,7 @@ def initialise(flat: FlatBuffers, specs: dict[str, ParameterSpec], seed: int) ->
     for name in flat.tied_param_buffers:
         source = flat.tied[name].tied_to
         assert source is not None
-        flat.param(name).copy_(flat.tied[name].take(_first_values(flat, specs[source], seed)))
+        flat.fill_(name, _first_values(flat, specs[source], seed))
     if flat.whole_masters and not any(flat.entry(name).spec.dimension is not None for name in flat.names):
         initialise_({n: (flat.master(n), specs[n].init_std) for n in flat.names}, seed)
         flat.gather()

@@ -129,7 +129,7 @@ def fill_parameters(checkpoint: Checkpoint, flat: FlatBuffers) -> None:
     for name in flat.tied_param_buffers:
         source = flat.tied[name].tied_to
         assert source is not None
-        flat.param(name).copy_(checkpoint.read(source_of(checkpoint, source)).to(flat.master_buffer.dtype))
+        flat.fill_(name, checkpoint.read(source_of(checkpoint, source)).to(flat.master_buffer.dtype))
 
 
 def _training_state(checkpoint: Checkpoint, assembly: Assembly) -> Start:

@@ -261,7 +261,10 @@ class FlatBuffers:
 
     def fill_(self, name: str, values: torch.Tensor) -> None:
         """Give a parameter its first values ``[global shape]``: masters (what this rank owns of them) and compute-dtype
-        parameter."""
+        parameter. Of a copy of another rank's parameter, that."""
+        if name in self.tied_param_buffers:
+            self.param(name).copy_(self.tied[name].take(values))
+            return
         entry = self.entry(name)
         values = entry.spec.take(values)
         flat = values.reshape(-1)

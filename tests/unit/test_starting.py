@@ -11,9 +11,10 @@ import torch
 from checkpoint import Checkpoint, SingleProcess, open_checkpoint, resolve, save_checkpoint
 from qeffect_lm.app import recording
 from qeffect_lm.app.recording import data_of, keep
-from qeffect_lm.app.starting import check_parameters, companions_of
+from qeffect_lm.app.starting import check_parameters, companions_of, fill_parameters
 from qeffect_lm.config import Config
 from qeffect_lm.errors import UsageError
+from qeffect_lm.optim.flat import FlatBuffers, ParamSpec
 from qeffect_lm.parallel.mesh import Mesh
 from tests.checkpoint_support import whole
 from tests.runs import CONFIG, checkpoint_of, run_here, write_config
@@ -38,6 +39,17 @@ def test_parameters_of_another_shape_are_named(tmp_path: Path) -> None:
         check_parameters(of(3, {other: value for other, value in fits.items() if other != name}), model)
     with pytest.raises(UsageError, match="has a parameter that the model lacks, more"):
         check_parameters(of(4, fits | {"more": torch.zeros(1)}), model)
+
+
+def test_a_rank_takes_its_piece_of_a_tied_weight(tmp_path: Path) -> None:
+    """With stages the head's rank has a copy of the embedding, and with tensor-parallel peers of some of its rows."""
+    table = torch.arange(67 * 4).view(67, 4).float()
+    shape, cut = (33, 4), {"axes": ("tp", None), "global_shape": (67, 4), "start": (34, 0)}
+    head = ParamSpec("head.weight", shape, True, tied_to="embedding.weight", **cut)  # type: ignore[arg-type]
+    flat = FlatBuffers([head], param_dtype=torch.bfloat16)
+    saved = save_checkpoint(tmp_path, 1, [whole("master/embedding.weight", table)], {}, SingleProcess(), {})
+    fill_parameters(open_checkpoint(saved), flat)
+    assert torch.equal(flat.param("head.weight"), table[34:].bfloat16())
 
 
 def test_files_travel_with_the_tokenizer_that_they_belong_to(tmp_path: Path) -> None:
