@@ -267,7 +267,7 @@ def _set_up(
 def join(config: Config, env: LaunchEnv) -> tuple[Mesh, Communicator]:
     """This rank's place among the others, which it meets here."""
     mesh = mesh_of(config, env.rank)
-    mesh.create_groups()
+    mesh.create_groups(config.launch.timeout_seconds)
     return mesh, GroupCommunicator() if env.world > 1 else SingleProcess()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from itertools import product
 
 import torch.distributed as dist
@@ -55,6 +56,7 @@ class Mesh:
         self.rank = rank
         self._coords = self.coords_of(rank)
         self._groups: dict[str, dist.ProcessGroup] = {}
+        self._timeout: timedelta | None = None
 
     def coords_of(self, rank: int) -> dict[str, int]:
         coords = {}
@@ -92,9 +94,14 @@ class Mesh:
         """All coordinates on some axes, the last fastest."""
         return [dict(zip(axes, place, strict=True)) for place in product(*(range(self.sizes[one]) for one in axes))]
 
-    def create_groups(self) -> None:
+    def create_groups(self, timeout: float | None = None) -> None:
         """Make the process groups of all axes and lines of more than one rank; collective over all ranks, in one fixed order.
-        A line that is one axis, since its others have one rank, has that one's group."""
+        A line that is one axis, since its others have one rank, has that one's group.
+
+        ``timeout``: seconds after which a collective of theirs gives a peer up; None: torch's default, whatever the default
+        group's is.
+        """
+        self._timeout = None if timeout is None else timedelta(seconds=timeout)
         for axis in (*AXES, *LINES):
             long = self._long(axis)
             if len(long) == 1 and axis in LINES:
@@ -111,7 +118,7 @@ class Mesh:
         mine, along = None, self._places(axes_of(axis))
         for fixed in self._places([other for other in AXES if other not in axes_of(axis)]):
             ranks = [self.rank_at(**fixed, **place) for place in along]
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, timeout=self._timeout)
             if self.rank in ranks:
                 mine = group
         assert mine is not None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from checkpoint import GroupCommunicator
 from checkpoint.resume import check_replicas
@@ -16,9 +18,12 @@ from pipeline.plan import make_plan
 from pipeline.rendezvous import Queue
 from pipeline.schedules import Placement
 from qeffect_lm.app.assemble import assemble
+from qeffect_lm.app.run import join
 from qeffect_lm.contract.errors import ResumeError
 from qeffect_lm.errors import QEffectError
 from qeffect_lm.parallel.mesh import Mesh
+from qeffect_lm.parallel.peers import PeerLostError
+from qeffect_lm.runtime.launch import LaunchEnv
 from tests.helpers import run_distributed, start_distributed
 from tests.tiny import assert_moved, batch, config, differing, merged, train
 
@@ -261,3 +266,29 @@ def test_dead_peer_is_named():
     assert dead.returncode == -signal.SIGKILL
     assert survivor.returncode == 1
     assert "rank 1" in survivor.output and "lost" in survivor.output
+
+
+def _hang(rank: int, world: int, axis: str) -> tuple[str, float]:
+    """Rank 1 is there and does nothing, past the time-out."""
+    experts = {"model__family": "mixtral", "model__moe__num_experts": 4} if axis == "ep" else {}
+    settings = config(**{f"parallel__{axis}": 2}, **experts, precision__fp8__recipe="none", launch__timeout_seconds=4.0)
+    mesh, _ = join(settings, LaunchEnv.from_mapping(os.environ))
+    assembly = assemble(settings, mesh)
+    assembly.prepare(batch(0))
+    dist.barrier()
+    if rank == 1:
+        time.sleep(12)
+        return "", 0.0
+    began = time.monotonic()
+    try:
+        assembly.engine.step(0, batch(0))
+    except PeerLostError as error:
+        return str(error), time.monotonic() - began
+    return "nobody was missed", 0.0
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp", "ep", "dp"])
+def test_a_peer_that_hangs_is_given_up(axis: str):
+    """P8: a machine that is off or a process that stands still closes no connection: ``launch.timeout_seconds`` counts."""
+    said, seconds = start_distributed(_hang, 2, axis, timeout=90).wait(check=False)[0].value
+    assert "rank 1 was lost during" in said and seconds < 9, (said, seconds)

@@ -62,7 +62,7 @@ def test_groups(sizes):
     with pytest.MonkeyPatch.context() as patch:
         for rank in range(Mesh(sizes).world):
             made: list[tuple[int, ...]] = []
-            patch.setattr(mesh_module.dist, "new_group", lambda ranks, made=made: made.append(tuple(ranks)) or ranks)
+            patch.setattr(mesh_module.dist, "new_group", lambda ranks, made=made, **_: made.append(tuple(ranks)) or ranks)
             mesh = Mesh(sizes, rank)
             mesh.create_groups()
             orders.append(made)
