@@ -46,8 +46,8 @@ ROWS = {  # of each member's groups
 MEMBERS = pytest.mark.parametrize("sizes", ROWS.values(), ids=ROWS)
 
 
-@pytest.fixture(params=[MOST, 400], autouse=True)
-def _most(request, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[MOST, 400])
+def most(request, monkeypatch: pytest.MonkeyPatch) -> None:
     """Places for as many rows; of 400 groups begin at multiples of 32, those of a few rows by themselves do not."""
     monkeypatch.setattr(sys.modules[__name__], "MOST", request.param)
 
@@ -113,6 +113,7 @@ def apart(columns: torch.Tensor, groups: Groups, spacing: int) -> list[torch.Ten
     return found
 
 
+@pytest.mark.usefixtures("most")
 @pytest.mark.parametrize("fused", [True, False], ids=["kernel", "torch"])  # torch: as for float32 on a GPU
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 def test_a_place_gets_what_is_made_alone(fmt, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +149,7 @@ def test_a_place_gets_what_is_made_alone(fmt, fused: bool, monkeypatch: pytest.M
         assert same_bits(now, was), key
 
 
+@pytest.mark.usefixtures("most")
 def test_too_many_rows_for_a_place() -> None:
     x, groups = rows_of([MOST, 20, 20], K, 1)
     told = "440 rows take 544 places, and there are 512" if MOST > 100 else "140 rows take 192 places, and there are 160"
@@ -155,6 +157,7 @@ def test_too_many_rows_for_a_place() -> None:
         quantised(x, groups, E4M3, torch.ones(3, device=DEVICE), joined(2).place("input", 0))
 
 
+@pytest.mark.usefixtures("most")
 @MEMBERS
 def test_against_float64(sizes: list[list[int]]) -> None:
     """Members with scales of their own. Interpreted: float32 sums of t rows, of values within 2⁻²⁴ each of the exact ones, with
