@@ -136,22 +136,29 @@ def test_few_heads_at_a_time(library, shape):
     small.close()
 
 
+ROUNDS = 5
+
+
 def test_nothing_waits_and_nothing_grows(library):
     """A run allocates its results and nothing else, and torch waits for nothing; cuDNN takes no memory either."""
     qkv, dy = data((1, 1024, 8, 2, 128))
     run(library, qkv, dy)
     torch.cuda.synchronize()
-    free = torch.cuda.mem_get_info()[0]
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(100):
-            run(library, qkv, dy)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] - before == 300
-    assert torch.cuda.mem_get_info()[0] >= free - (32 << 20)  # what torch's pool may have taken for results in flight
+    before, taken = torch.cuda.memory_stats()["allocation.all.allocated"], []
+    for _ in range(ROUNDS):
+        free = torch.cuda.mem_get_info()[0]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(100):
+                run(library, qkv, dy)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        taken.append(free - torch.cuda.mem_get_info()[0])
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] - before == 300 * ROUNDS
+    # What torch's pool may have taken for results in flight. The device's memory is others' too, who take some now and then;
+    # what grew would grow in every round.
+    assert min(taken) <= 32 << 20, taken
 
 
 @pytest.mark.parametrize("shape", [(1, 2048, 16, 1, 128), (2, 512, 2, 4, 64)], ids=["one sequence", "grouped"])
