@@ -27,9 +27,10 @@ def calibrate(engine: Engine, batch: StepInput) -> None:
         _calibrate(engine, engine.inputs.elsewhere(batch))
 
 
-def sample_underflow(engine: Engine, batch: StepInput, recipe: DelayedScaling) -> dict[str, float]:
-    """Of microbatch 0 of ``batch``, run as a calibration does, the share of each role's non-zero values that its current scale
-    would make zero; this rank's roles. Between two steps; collective over the pipeline. It changes nothing.
+def sample_underflow(engine: Engine, batch: StepInput, recipe: DelayedScaling) -> dict[str, tuple[int, int]]:
+    """Of microbatch 0 of ``batch``, run as a calibration does, how many of each role's non-zero values its current scale would
+    make zero, and how many there are; of this rank's roles and pieces. Between two steps; collective over the pipeline. It
+    changes nothing.
 
     Takes the memory of one microbatch in high precision, beside what captured graphs hold. Experts' inputs and gradients are
     not sampled.
@@ -39,16 +40,16 @@ def sample_underflow(engine: Engine, batch: StepInput, recipe: DelayedScaling) -
     """
     timeline = engine.ledger.timeline
     before = timeline.open_amax.clone()
-    recipe.shares = {}
+    recipe.counts = {}
     try:
         with engine.computing():
             _run(engine, engine.inputs.elsewhere(batch))
     finally:
-        shares, recipe.shares = recipe.shares, None
+        counts, recipe.counts = recipe.counts, None
         timeline.open_amax.copy_(before)
-    if not shares:
+    if not counts:
         return {}
-    return dict(zip(shares, torch.stack(list(shares.values())).tolist(), strict=True))
+    return {role: (lost, of) for role, (lost, of) in zip(counts, torch.stack(list(counts.values())).tolist(), strict=True)}
 
 
 def _calibrate(engine: Engine, batch: StepInput) -> None:

@@ -7,7 +7,8 @@ that the meter took anyway, and what ranks tell each other goes in one message a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, reduce
 from pathlib import Path
@@ -68,7 +69,7 @@ class Watcher:
         self.alarms = Alarms(self._settings, self._warn)
         self.say: Callable[[str], object] = lambda _: None
         self._unwritten: Windows | None = None
-        self._underflow: dict[str, float] | None = None  # this rank's, that nobody was told of yet
+        self._underflow: dict[str, tuple[int, int]] | None = None  # this rank's, that nobody was told of yet
         self._shares: dict[str, float] = {}  # all roles', for the next line of scales
         self._files: dict[str, StepLines] = {}
         if leads:
@@ -116,7 +117,8 @@ class Watcher:
         mine: dict[str, Any] = {"wait": data_wait_ms}
         if watch is not None and watch.marks:
             mine["busy"] = 1000 * watch.busy()
-        # Replicas have the same scales. Peers have too, but for experts': of what several tell, the first one's counts.
+        # Replicas have the same scales. Peers have too, but for experts': of what several tell, the first one's counts. What
+        # becomes zero is counted of each one's pieces and tokens.
         first = self._mesh.coord("replicas") == 0
         if first and self._looks:
             mine["windows"] = reduce(Windows.merge, (look() for look in self._looks))
@@ -132,7 +134,7 @@ class Watcher:
             return {}
         if times:
             self._write_timeline(step, [rank["work"] for rank in gathered if "work" in rank], t_comm)
-        shares = {role: share for rank in reversed(gathered) for role, share in rank.get("underflow", {}).items()}
+        shares = shares_of([rank["underflow"] for rank in gathered if "underflow" in rank])
         told = self._judge_underflow(step, shares) if shares else {}
         if not observed:
             return told
@@ -312,3 +314,14 @@ def offsets(plan: Plan, work: Sequence[Sequence[float]], message: float) -> list
         return known[rank]
 
     return [begin(rank) for rank in range(plan.num_ranks)]
+
+
+def shares_of(counts: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, float]:
+    """Of all ranks' counts (:func:`~pipeline.calibrate.sample_underflow`) each role's share of non-zero values that becomes
+    zero; 0 where all are zero."""
+    lost, nonzero = Counter[str](), Counter[str]()
+    for rank in counts:
+        for role, (some, every) in rank.items():
+            lost[role] += some
+            nonzero[role] += every
+    return {role: lost[role] / max(every, 1) for role, every in nonzero.items()}

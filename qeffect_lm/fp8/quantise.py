@@ -143,12 +143,12 @@ def scale_of_amax(amax: torch.Tensor, fmt: Format, margin: int = 0) -> torch.Ten
 
 
 def underflow(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """The share (0-dim float32) of the non-zero values of ``x`` that :func:`quantise` makes zero: those up to half of the
-    format's smallest number, which round to even. 0 where all are zero."""
+    """``[2]`` int64: how many of the non-zero values of ``x`` :func:`quantise` makes zero (those up to half of the format's
+    smallest number, which round to even), and how many non-zero ones there are."""
     smallest = torch.finfo(fmt.dtype).tiny * torch.finfo(fmt.dtype).eps
     nonzero = x != 0
     lost = nonzero & (x.abs().float() * scale <= smallest / 2)
-    return lost.sum() / nonzero.sum().clamp(min=1)
+    return torch.stack([lost.sum(), nonzero.sum()])
 
 
 def dequantise(q: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:

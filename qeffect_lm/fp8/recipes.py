@@ -97,7 +97,7 @@ class DelayedScaling:
 
     def __init__(self) -> None:
         self._timeline: ScaleTimeline | None = None
-        self.shares: dict[str, torch.Tensor] | None = None  # while underflow is sampled: role → share that becomes zero
+        self.counts: dict[str, torch.Tensor] | None = None  # while underflow is sampled: role → values lost, and non-zero ones
 
     def bind(self, timeline: ScaleTimeline) -> None:
         """Give the recipe its timeline, once all layers named their roles."""
@@ -142,8 +142,8 @@ class DelayedScaling:
     def observe(self, layer: str, kind: str, x: torch.Tensor) -> None:
         role = f"{layer}.{kind}"
         slot = self.timeline.slot_of(role)
-        if self.shares is not None:
-            self.shares[role] = underflow(x.detach(), self.timeline.scale_of(role), FORMATS[kind])
+        if self.counts is not None:
+            self.counts[role] = underflow(x.detach(), self.timeline.scale_of(role), FORMATS[kind])
             return
         torch.maximum(slot, x.detach().abs().amax().float(), out=slot)
 

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.calibrate import sample_underflow
 from qeffect_lm import config_check
+from qeffect_lm.app.watching import recipe_of, shares_of
 from qeffect_lm.contract.errors import CollectiveError
 from qeffect_lm.layers import te
 from qeffect_lm.parallel import tensor
@@ -232,6 +234,29 @@ def test_gathered_in_fp8_by_the_kernels() -> None:
     again = {who for phase, work, who in seen if phase == "train" and work == "I" and who.endswith(("qkv", "gate_up"))}
     assert again == {"layers.0.attention.qkv", "layers.0.mlp.gate_up"} and wide.keys() == seen.keys()
     assert {seen["train", work, f"layers.0.{part}"] == {("torch.uint8", 1024)} for part, work in LINEARS} == {True}
+
+
+def _lost(rank: int, world: int) -> dict[str, tuple[int, int]]:
+    """Of a step's first microbatch, with scales that are too small."""
+    mesh = Mesh({"tp": world}, rank)
+    if world > 1:
+        mesh.create_groups()
+    run = train(config(**SIZES, parallel__tp=world, precision__dtype="float64"), 1, mesh=mesh, batches=lambda _: data(0, 0, 1))
+    for role in run.assembly.timeline.index:
+        run.assembly.timeline.scale_of(role).mul_(2.0**-26 if role.endswith("grad_output") else 2.0**-12)
+    return sample_underflow(run.assembly.engine, data(1, 0, 1), recipe_of(run.assembly))
+
+
+def test_underflow_is_counted_of_all_pieces() -> None:
+    """Two ranks' counts together are one process's: pieces of weights, of gradients of what is cut by rows, of inputs of what
+    is cut by columns; what both ranks have whole counts twice, which is the same share."""
+    ranks = run_distributed(_lost, 2, timeout=200)
+    one = _lost(0, 1)
+    assert one.keys() == ranks[0].keys() == ranks[1].keys() and len(one) == 24
+    for role, (lost, nonzero) in one.items():
+        times = 2 if role.endswith(("qkv.input", "gate_up.input", "out.grad_output", "down.grad_output")) else 1
+        assert [sum(rank[role][i] for rank in ranks) for i in (0, 1)] == [times * lost, times * nonzero], role
+    assert shares_of(ranks) == shares_of([one]) and all(0 < share < 1 for share in shares_of(ranks).values())
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.calibrate import sample_underflow
-from qeffect_lm.app.watching import recipe_of
+from qeffect_lm.app.watching import recipe_of, shares_of
 from qeffect_lm.contract.timeline import Direction, ScaleRole, ScaleTimeline
 from qeffect_lm.fp8.quantise import E4M3, E5M2, quantise, underflow
 from qeffect_lm.runtime.scale_watch import ScaleWatch, Windows
@@ -158,9 +158,15 @@ def test_underflow_is_what_the_cast_does(fmt: Any) -> None:
         x = values[:160].view(16, 10).float()
         made = quantise(x, torch.tensor(scale), fmt).rows
         assert made is not None
-        lost = ((made.float() == 0) & (x != 0)).sum() / (x != 0).sum()
-        assert 0.2 < float(lost) < 0.8 and underflow(x, torch.tensor(scale), fmt) == lost
-    assert underflow(torch.zeros(16, 16), torch.tensor(1.0), fmt) == 0
+        lost, nonzero = int(((made.float() == 0) & (x != 0)).sum()), int((x != 0).sum())
+        assert 0.2 < lost / nonzero < 0.8 and underflow(x, torch.tensor(scale), fmt).tolist() == [lost, nonzero]
+    assert underflow(torch.zeros(16, 16), torch.tensor(1.0), fmt).tolist() == [0, 0]
+
+
+def test_shares_of_all_ranks_counts() -> None:
+    """Pieces of one role count as what they are of the whole; what is zero everywhere loses nothing."""
+    ranks: list[dict[str, tuple[int, int]]] = [{"a": (1, 10), "b": (0, 0)}, {"a": (5, 20)}, {}]
+    assert shares_of(ranks) == {"a": 0.2, "b": 0.0} and shares_of([]) == {}
 
 
 @pytest.mark.parametrize("backend", ["eager", "host_replay"])
@@ -168,14 +174,14 @@ def test_a_sample_changes_nothing(backend: str) -> None:
     """Between two steps: all state and the next step are those of a run without; scales that are too small lose values."""
     plain, sampled = make(backend), make(backend)
     step(plain, 0), step(sampled, 0)
-    shares = sample_underflow(sampled.engine, batch(1), recipe_of(sampled))
+    shares = shares_of([sample_underflow(sampled.engine, batch(1), recipe_of(sampled))])
     assert len(shares) == 3 * FP8_LINEARS and set(shares) == set(sampled.timeline.index)
     assert all(0 <= share < 0.1 for share in shares.values()) and max(shares.values()) > 0
     assert differing(tensors(plain), tensors(sampled)) == []
     assert step(plain, 1) == step(sampled, 1) and differing(tensors(plain), tensors(sampled)) == []
     role = "layers.0.mlp.down.input"
     sampled.timeline.scale_of(role).mul_(2.0**-14)
-    again = sample_underflow(sampled.engine, batch(1), recipe_of(sampled))
+    again = shares_of([sample_underflow(sampled.engine, batch(1), recipe_of(sampled))])
     assert again[role] > 0.2 and all(again[name] < 0.1 for name in again if name != role)
 
 
