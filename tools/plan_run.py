@@ -301,6 +301,15 @@ def _table(title: str, head: list[str], rows: list[list[str]]) -> Any:
     return table
 
 
+def _print_table(console: Any, table: Any) -> None:
+    """As wide as its cells: fitted into fewer columns, as a file or a pipe has, rich would cut figures off."""
+    wide = table.__rich_measure__(console, console.options.update(max_width=10_000)).maximum
+    if wide <= console.width:
+        console.print(table)
+    else:
+        _console(wide).print(table)
+
+
 def axes_of(sizes: Any) -> str:
     """The axes of a layout in words; pp and dp always, others where they are."""
     named = [axis for axis in ("pp", "dp", "ep", "cp", "tp") if axis in ("pp", "dp") or sizes[axis] > 1]
@@ -312,12 +321,13 @@ def facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     layout, time = report["layout"], report["time"]
     active = report["active_parameters"]
     used = "" if active == report["parameters"] else f", {active:,} of them for a token"
+    one = "GPU" if report["device"] != "cpu" else "CPU rank"
     recompute = "" if layout["recompute"] == "none" else f", recompute {layout['recompute']}"
     lines = [
         ("model", f"{report['parameters']:,} parameters{used}; {report['model_flop_per_token']:.4g} FLOP a token"),
         (
             "layout",
-            f"{layout['gpus']} {'GPUs' if report['device'] != 'cpu' else 'CPU ranks'}: {axes_of(layout)}, "
+            f"{layout['gpus']} {one}{'s' * (layout['gpus'] != 1)}: {axes_of(layout)}, "
             f"ZeRO {layout['zero']}, {layout['schedule']}, {layout['graphs']}{recompute}",
         ),
         (
@@ -341,7 +351,7 @@ def facts(report: dict[str, Any]) -> list[tuple[str, str]]:
         (
             "time",
             f"{1000 * time['step_seconds']:.4g} ms a step ({1000 * time['pipeline_seconds']:.4g} pipeline, "
-            f"{1000 * time['end_seconds']:.4g} its end); {time['model_tflops_per_gpu']:.4g} model TFLOP/s a GPU",
+            f"{1000 * time['end_seconds']:.4g} its end); {time['model_tflops_per_gpu']:.4g} model TFLOP/s a {one}",
         )
     )
     lines += [("exposed" if n == 0 else "", line) for n, line in enumerate(exposed_lines(time))]
@@ -349,7 +359,7 @@ def facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     budget = report["budget"]
     cost = f", cost {budget['cost']:,.0f}" if "cost" in budget else ""
     lines.append(
-        ("budget", f"{budget['tokens']:,.4g} tokens: {budget['days']:,.4g} days, {budget['gpu_hours']:,.4g} GPU-hours{cost}")
+        ("budget", f"{budget['tokens']:,.4g} tokens: {budget['days']:,.4g} days, {budget['gpu_hours']:,.4g} {one}-hours{cost}")
     )
     return lines
 
@@ -386,7 +396,7 @@ def _show(report: dict[str, Any], seen: Any, width: int | None) -> None:
         console.print(f"{name:<{wide}}  {value}", markup=False)
     head, rows = memory_rows(report)
     shown = rows if len(rows) <= 9 else [*rows[:5], *rows[-3:]]
-    console.print(_table("memory per pipeline rank", *turned(head, shown)))
+    _print_table(console, _table("memory per pipeline rank", *turned(head, shown)))
     if len(shown) < len(rows):
         console.print(f"({len(rows) - len(shown)} ranks between them left out; --json has all)", markup=False)
     if seen.plan.num_ranks <= 32:
@@ -442,7 +452,7 @@ def _show_sweep(report: dict[str, Any], width: int | None) -> None:
     looked = f"{report['looked_at']} layouts, {fit} planned and fit{shown if fit else ''}"
     console.print(f"{report['batch_tokens']:,} tokens a step; {looked}", markup=False)
     if fit:
-        console.print(_table("", *sweep_rows(report)))
+        _print_table(console, _table("", *sweep_rows(report)))
         console.print("exchanges that show, of the first", style="bold")
         for line in exposed_lines(report["ranked"][0]):
             console.print(f"- {line}", markup=False)

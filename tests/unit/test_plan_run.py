@@ -134,7 +134,11 @@ def test_a_sweep(plan_tool) -> None:
         assert speeds == sorted(speeds, reverse=True) and len(set(speeds)) > 1
     assert len(narrow["ranked"]) < len(wide["ranked"])
     assert narrow["left_out"].keys() >= {"weights, gradients and optimizer alone are too large"}
-    assert "layouts, " in plan_tool(*asked[:-1], "--memory", "80GB", "--width", "140")
+    page = plan_tool(*asked[:-1], "--memory", "80GB", "--width", "60")
+    assert "layouts, " in page and "…" not in page, "a narrow page breaks lines and cuts off no figure"
+    first = wide["ranked"][0]
+    row = next(line for line in page.splitlines() if line.split()[:1] == ["1"])
+    assert f"{first['tokens_per_second']:,.0f}" in row and f"{first['peak_bytes'] / 2**30:.1f}" in row
 
 
 def test_what_is_taken_as_simpler_is_said(plan_tool) -> None:
