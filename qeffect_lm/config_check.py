@@ -66,18 +66,20 @@ def _check_fp8(config: Config) -> Iterator[str]:
     cut, whole = f" / parallel.tp {tp}" if tp > 1 else "", model.moe.num_experts is not None  # no rank has a part of an expert
     cp, data = config.parallel.cp, config.data
     part = f" / parallel.cp {cp}" if cp > 1 else ""
+    # What does not divide is told as that, elsewhere.
     widths = {
-        "model.hidden_size": model.hidden_size,
-        f"model.num_heads x model.head_dim{cut}": model.num_heads * model.head_dim // tp,
-        f"model.num_kv_heads x model.head_dim{cut}": max(1, model.num_kv_heads // tp) * model.head_dim,
-        f"model.ffn_size{cut * (not whole)}": model.ffn_size // (1 if whole else tp),
-        f"data.seq_len x data.microbatch_size{part}": data.seq_len * data.microbatch_size // cp,
+        "model.hidden_size": (model.hidden_size, 1),
+        f"model.num_heads x model.head_dim{cut}": (model.num_heads * model.head_dim, tp),
+        f"model.num_kv_heads x model.head_dim{cut}": (max(tp, model.num_kv_heads) * model.head_dim, tp),
+        f"model.ffn_size{cut * (not whole)}": (model.ffn_size, 1 if whole else tp),
+        f"data.seq_len x data.microbatch_size{part}": (data.seq_len * data.microbatch_size, cp),
     }
     multiple, what = FP8_MULTIPLE, "FP8 matrix products need"
     if fp8.recipe == "block":
         multiple, what = FP8_BLOCK, "block scaling needs"
-    for name, value in widths.items():
-        if value % multiple:
+    for name, (size, ranks) in widths.items():
+        value, rest = divmod(size, ranks)
+        if not rest and value % multiple:
             yield f"{name} = {value} is not a multiple of {multiple}, which {what}: change it or set precision.fp8.recipe=none"
 
 
@@ -88,7 +90,7 @@ def _check_tensor(config: Config) -> Iterator[str]:
         return
     what = f"parallel.tp {tp}"
     tokens, cp = config.data.seq_len * config.data.microbatch_size // parallel.cp, parallel.cp
-    if parallel.sequence_parallel and tokens % tp:
+    if parallel.sequence_parallel and tokens % tp and config.data.seq_len * config.data.microbatch_size % cp == 0:
         part = f" / parallel.cp {cp}" if cp > 1 else ""
         yield (
             f"data.seq_len x data.microbatch_size{part} = {tokens} tokens are not divisible by parallel.tp {tp}: change one of "

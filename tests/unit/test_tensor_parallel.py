@@ -310,6 +310,13 @@ def test_what_cannot_be_cut_is_refused(keys, words):
         config(**keys)
 
 
+def test_what_does_not_divide_is_told_once():
+    """As what does not divide: a piece's width would be no whole number, so nothing is said of its multiple of 16."""
+    with pytest.raises(UsageError, match=r"ffn_size 352 is not divisible by parallel.tp 3") as told:
+        config(parallel__tp=3, precision__fp8__recipe="delayed", model__ffn_size=352, model__head_dim=16)
+    assert "not a multiple" not in str(told.value) and "ffn_size /" not in str(told.value)
+
+
 def test_tokens_need_not_divide_without_sequence_parallelism():
     keys: dict[str, Any] = {"parallel__tp": 2, "precision__fp8__recipe": "none", "data__seq_len": 5, "data__microbatch_size": 3}
     assert isinstance(config(**keys, parallel__sequence_parallel=False), Config)
