@@ -169,7 +169,7 @@ class PipelineConfig(Section):
     microbatches: int = _key(
         4,
         "Microbatches per optimizer step and data-parallel replica. On another number of replicas the same batch needs another "
-        "number: microbatches x parallel.dp is what counts (docs/resharding.md).",
+        "number: microbatches x parallel.dp x parallel.ep is what counts (docs/resharding.md).",
         on_resume="warn",
         unit="microbatches",
         ge=1,
