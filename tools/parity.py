@@ -186,7 +186,8 @@ def parallel(arguments: argparse.Namespace) -> int:
         print(json.dumps(layouts.as_json(rows), indent=1))
     else:
         passed = len(rows) - failed
-        print(f"{passed} layouts within the bounds, equal where they must be, with controls that differ; {failed} not")
+        counted = "layout" if passed == 1 else "layouts"
+        print(f"{passed} {counted} within the bounds, equal where they must be, with controls that differ; {failed} not")
     return 1 if failed else 0
 
 

@@ -403,7 +403,7 @@ def _check_parts(jobs: Sequence[ShardJob], results: Sequence[ShardResult], setti
             raise UsageError(
                 f"the {part} part has no text: {documents} of {total} documents, {bad} lines or files skipped{first}, valid "
                 f"fraction {settings.valid_fraction}, test fraction {settings.test_fraction}; give more text or other "
-                "fractions (0 writes no such part)"
+                "fractions (--valid-fraction, --test-fraction; 0 writes no such part)"
             )
 
 
