@@ -92,7 +92,7 @@ def memory_table(memory: Memory) -> str:
     names = "parameters", "gradients", "optimizer", "FP8 caches", "activations", "peak"
     widths = 11, 10, 10, 11, 12, 9
     header = "rank " + " ".join(f"{name:>{width}}" for name, width in zip(names, widths, strict=True))
-    words = {"tp": "tensor-parallel", "cp": "context-parallel"}
+    words = {"tp": "tensor-parallel", "cp": "context-parallel", "ep": "expert-parallel"}
     sizes = memory.config.parallel.sizes
     each = "".join(f", each of {sizes[axis]} {word} ranks" for axis, word in words.items() if sizes[axis] > 1)
     lines = [f"memory per pipeline rank{each} (MiB), predicted; activations with slots and workspaces:", header]

@@ -316,3 +316,4 @@ def test_the_dry_run_says_what_a_rank_holds() -> None:
     one, two = (describe(config(**MIXTRAL, parallel__ep=ep, precision__dtype="bfloat16")) for ep in (1, 2))
     held = [float(page.split("activations with slots and workspaces:")[1].split("\n")[2].split()[1]) for page in (one, two)]
     assert held[1] < 0.8 * held[0], held
+    assert "each of 2 expert-parallel ranks" in two and "expert-parallel" not in one.split("memory per pipeline rank")[1]
