@@ -13,7 +13,7 @@ from qeffect_lm.contract.timeline import EMPTY, ScaleTimeline
 from qeffect_lm.fp8.cache import WeightCache
 from qeffect_lm.fp8.quantise import E4M3, E5M2, Quantised, quantise
 from qeffect_lm.fp8.recipes import CurrentScaling, DelayedScaling, roles_of
-from tests.unit.interpreted import DEVICE, kernels_run, reference  # noqa: F401
+from tests.unit.interpreted import DEVICE, INTERPRETED, kernels_run, reference  # noqa: F401
 from tests.unit.layer_harness import random
 
 FMT = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
@@ -150,6 +150,7 @@ def test_weight_refresh(names):
             same(cache.cached["other.weight"], current.weight("other", masters["b"].bfloat16()))
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="its tensors are a CPU's; tests/gpu/test_saving_gpu.py saves on a GPU")
 def test_the_tables_of_a_refresh_are_known_to_a_save():
     """A save looks whether anything moved. Eagerly nothing is captured, and the refresh makes its tables when it first runs."""
     from qeffect_lm.app.assemble import assemble
