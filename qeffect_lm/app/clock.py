@@ -157,7 +157,9 @@ class Clock:
         """Exchanges of a decoder layer; what runs again is exchanged again, but for the last sum, whose value nobody reads."""
         gathered, summed, full = self._gathered_over_tp(fp8), self._summed_over_tp(), recompute == "full"
         pairs = 1 if block.routes else 2  # attention and MLP each: tokens gathered, parts summed
-        again = (recompute != "none") * pairs * gathered + full * (pairs - (not block.routes)) * summed
+        # Selective recompute gathers for W's columns, which joined ones had in F already.
+        regathers = full or (recompute == "selective" and not (fp8 and self.config.pipeline.coalesce_w > 1))
+        again = regathers * pairs * gathered + full * (pairs - (not block.routes)) * summed
         cost = cost.with_exchanges(TP, pairs * (gathered + summed), pairs * (gathered + summed) + again)
         if self.config.parallel.cp > 1:
             gathered, summed = self._keys_and_values()

@@ -127,6 +127,8 @@ LAYERS: dict[str, list[str]] = {
     "FP8, all tokens, full": ["parallel.sequence_parallel=false", "model.recompute=full"],
     "BF16, full": ["model.recompute=full", "precision.fp8.recipe=none"],
     "FP8, joined": ["pipeline.coalesce_w=2", "model.recompute=full"],
+    "FP8, joined, selective": ["pipeline.coalesce_w=2", "model.recompute=selective"],
+    "FP8, joined, selective, dropout": ["pipeline.coalesce_w=2", "model.recompute=selective", "model.dropout=0.1"],
 }
 
 
