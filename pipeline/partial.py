@@ -13,7 +13,8 @@ whatever other chunks there are (:mod:`pipeline.ordered`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,8 @@ import torch
 from pipeline.ordered import OrderedSum
 from qeffect_lm.contract.errors import CollectiveError
 from qeffect_lm.layers.dropout import host_key
-from qeffect_lm.optim.flat import FlatBuffers
+from qeffect_lm.optim.flat import FlatBuffers, ParamSpec
+from qeffect_lm.parallel.cuts import length_of
 from qeffect_lm.parallel.mesh import Mesh
 from qeffect_lm.parallel.peers import naming
 
@@ -77,6 +79,15 @@ class PartialSums:
             self.ordered.sum_(buffer)
         for grad, place in self._parts[chunk]:
             grad.copy_(place)
+
+
+def sizes_of(specs: Iterable[ParamSpec]) -> dict[int, int]:
+    """Chunk → elements of its buffer of a :class:`PartialSums`, of parameters that train."""
+    found: Counter[int] = Counter()
+    for spec in specs:
+        places = sum(piece.length * piece.shared[1] for piece in spec.pieces if piece.shared is not None)
+        found[spec.group] += spec.numel * spec.summed + (spec.numel // length_of(spec.pieces) * places if places else 0)
+    return {chunk: size for chunk, size in found.items() if size}
 
 
 def agree_on_collectives(ledger: Ledger, end: StepEnd, agreed: int) -> int:

@@ -14,6 +14,7 @@ import torch
 
 from pipeline.actions import Kind
 from pipeline.ordered import buffer_of
+from pipeline.partial import sizes_of
 from pipeline.plan import Plan
 from qeffect_lm.app.layout import Block, Layout
 from qeffect_lm.app.rehearsal import Held, PartBytes, Rehearsed, layer_kinds
@@ -143,6 +144,9 @@ def resident_bytes(layout: Layout, plan: Plan, rank: int, device: str) -> dict[s
         owned, moments, received = shared[0], shared[1], received + shared[2]
     longest, parallel = max((every for every, _ in sums.groups.values()), default=0), layout.config.parallel
     received += buffer_of(parallel.ep, longest) + (buffer_of(parallel.dp * parallel.cp, longest) if shared is None else 0)
+    if parallel.tp > 1:
+        parts = sizes_of(param for param in held if param.trainable and param.tied_to is None).values()
+        received += sum(parts) + buffer_of(parallel.tp, max(parts, default=0))
     separate = layout.dtype.itemsize != layout.master_size
     gradients = trained + sum(param.numel for param in tied if param.trainable) + received
     return {

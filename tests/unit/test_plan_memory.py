@@ -15,12 +15,14 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from pipeline.actions import Kind
+from pipeline.partial import PartialSums
 from pipeline.plan import build_plan
 from qeffect_lm.app.assemble import assemble, make_plan
 from qeffect_lm.app.layout import Layout
 from qeffect_lm.app.memory import COMPUTE, OPTIMIZER, RESIDENT, SAVE, START, Memory, along, chunk_bytes, resident_bytes
 from qeffect_lm.app.rehearsal import Held, Live, PartBytes, rehearse
 from qeffect_lm.config import Config, load_config
+from qeffect_lm.optim.flat import FlatBuffers
 from qeffect_lm.parallel.mesh import Mesh
 from tests.tiny import batch, config
 
@@ -210,3 +212,26 @@ def test_a_model_that_nobody_could_hold() -> None:
     assert held.host == memory.state(3) > 0 and held.phases[SAVE] == held.phases[COMPUTE]
     kept = Memory(layout, plan, rehearse(one, "cuda"), "cuda").of(3)
     assert kept.categories["I leases"] > 5 * held.categories["I leases"] > 0
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"parallel__tp": 4, "model__num_kv_heads": 2},  # two ranks hold a KV head
+        {"parallel__tp": 2, "model__family": "mixtral", "model__moe": {"num_experts": 4}},
+        {"parallel__tp": 4, "model__family": "gpt2", "model__num_kv_heads": 4},
+        {"parallel__tp": 4, "model__num_kv_heads": 4, "parallel__sequence_parallel": False},
+    ],
+    ids=["shared heads", "routers", "learned positions", "no sums"],
+)
+def test_sums_over_tensor_parallel_ranks_are_counted(keys: dict[str, Any]) -> None:
+    """The buffers of gradients of which each rank has a part, and of more than two ranks that of their ordered sum."""
+    settings = config(**{"precision__fp8__recipe": "none", "model__ffn_size": 64} | keys)
+    layout, plan = Layout(settings), make_plan(settings)
+    held = layout.held(plan, 0)
+    flat = FlatBuffers(held.params)
+    sums = PartialSums(flat, Mesh(settings.parallel.sizes, 0))
+    buffers = sum(buffer.numel() for buffer in sums.buffers.values()) + sums.ordered.buffer.numel()
+    assert (buffers > 0) == keys.get("parallel__sequence_parallel", True)
+    own = held.trained + sum(buffer.numel() for buffer in flat.tied_grad_buffers.values())
+    assert resident_bytes(layout, plan, 0, "cpu")["main gradients"] == 4 * (own + buffers)
