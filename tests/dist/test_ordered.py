@@ -65,10 +65,11 @@ def _trained(sizes: dict[str, int], world: int, variants: list[dict[str, Any]]) 
 
 
 def test_stages_of_three_replicas() -> None:
-    """One stage or two, chunks in a V, the optimizer's state shared or not: the same bits."""
-    first, other = _trained({"dp": 3}, 3, [FLOAT32, {**FLOAT32, "optim__zero": 1}])
+    """One stage or two, chunks in a V, the optimizer's state shared or not, a tape of the step: the same bits."""
+    tape = {**FLOAT32, "graphs__backend": "host_replay", "graphs__scope": "step"}
+    first, *others = _trained({"dp": 3}, 3, [FLOAT32, {**FLOAT32, "optim__zero": 1}, tape])
     stages = _trained({"dp": 3, "pp": 2}, 6, [FLOAT32, {**FLOAT32, "pipeline__schedule": "zb-v"}])
-    for told, state in (other, *stages):
+    for told, state in (*others, *stages):
         assert told == first[0] and differing(state, first[1]) == []
 
 
