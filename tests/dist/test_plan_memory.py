@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
+
+import pytest
 
 from qeffect_lm.app.assemble import make_plan
 from qeffect_lm.app.layout import Layout
@@ -25,6 +28,7 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "cp, ZeRO, recompute": ({"cp": 2}, {"optim__zero": 1, "model__recompute": "full"}),
     "ep": ({"ep": 2}, MOE),
     "ep, coalesced": ({"ep": 2}, {**MOE, "pipeline__coalesce_w": 2}),
+    "three replicas": ({"dp": 3}, {}),  # with a buffer for sums in order of rank
     "ep, tapes": ({"ep": 2}, {**MOE, "data__seq_len": 128, "graphs__backend": "host_replay"}),
 }
 
@@ -35,19 +39,25 @@ def _settings(case: str) -> Config:
     return config(**SIZES | layout | {"pipeline__microbatches": 2} | keys)
 
 
+def _of(world: int) -> list[str]:
+    return [case for case, (sizes, _) in CASES.items() if prod(sizes.values()) == world]
+
+
 def _peaks(rank: int, world: int) -> dict[str, dict[str, int]]:
     found = {}
-    for case, (sizes, _) in CASES.items():
+    for case in _of(world):
+        sizes, _ = CASES[case]
         mesh = Mesh(sizes, rank)
         mesh.create_groups()
         found[case] = measured(_settings(case), mesh)
     return found
 
 
-def test_the_peaks_of_two_ranks() -> None:
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_peaks_of_ranks(world: int) -> None:
     """Within 10 % in every phase: experts' rows as routing gives them in eager, the most that there could be on a tape."""
-    ranks = run_distributed(_peaks, 2, timeout=500)
-    for case in CASES:
+    ranks = run_distributed(_peaks, world, timeout=500)
+    for case in _of(world):
         settings = _settings(case)
         told = Memory(Layout(settings), make_plan(settings), rehearse(settings, "cpu"), "cpu").of(0).phases
         for got in (rank[case] for rank in ranks):
