@@ -44,17 +44,15 @@ class PartialSums:
         self._others = mesh.others("tp")
         self.buffers: dict[int, torch.Tensor] = {}
         self._parts: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # (gradient, its place in the buffer)
-        for chunk in sorted({flat.entry(name).spec.group for name in flat.trainable_names}):
+        for chunk, size in sorted(sizes_of(flat.entry(name).spec for name in flat.trainable_names).items()):
             wanted = [part for name in flat.trainable_names for part in _parts_of(flat, name, chunk)]
-            size = sum(grad.numel() * places for grad, _, places in wanted)
-            if not size:
-                continue
             buffer = self.buffers[chunk] = torch.zeros(size, dtype=flat.grad_buffer.dtype, device=flat.device)
             parts, at = self._parts.setdefault(chunk, []), 0
             for grad, place, places in wanted:
                 first = at + place * grad.numel()
                 parts.append((grad, buffer[first : first + grad.numel()].view(grad.shape)))
                 at += places * grad.numel()
+            assert at == size, (chunk, at, size)
         longest = max((buffer.numel() for buffer in self.buffers.values()), default=0)
         self.ordered = OrderedSum(mesh, "tp", longest, flat.grad_buffer)
 

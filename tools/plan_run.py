@@ -303,7 +303,7 @@ def _table(title: str, head: list[str], rows: list[list[str]]) -> Any:
 
 def _print_table(console: Any, table: Any) -> None:
     """As wide as its cells: fitted into fewer columns, as a file or a pipe has, rich would cut figures off."""
-    wide = table.__rich_measure__(console, console.options.update(max_width=10_000)).maximum
+    wide = console.measure(table, options=console.options.update(max_width=10_000)).maximum
     if wide <= console.width:
         console.print(table)
     else:

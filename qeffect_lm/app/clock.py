@@ -162,8 +162,8 @@ class Clock:
         again = regathers * pairs * gathered + full * (pairs - (not block.routes)) * summed
         cost = cost.with_exchanges(TP, pairs * (gathered + summed), pairs * (gathered + summed) + again)
         if self.config.parallel.cp > 1:
-            gathered, summed = self._keys_and_values()
-            cost = cost.with_exchanges(CP, gathered, (1 + (recompute != "none")) * gathered + summed)
+            keys, gradients = self._keys_and_values()
+            cost = cost.with_exchanges(CP, keys, (1 + (recompute != "none")) * keys + gradients)
         if block.routes and self._line("experts").size > 1:
             rows, small = self._rows_over_ep(), self._small()
             cost = cost.with_exchanges(EP, 2 * rows + 2 * small, 2 * rows + small + full * (rows + small))

@@ -56,7 +56,6 @@ class Mesh:
         self.rank = rank
         self._coords = self.coords_of(rank)
         self._groups: dict[str, dist.ProcessGroup] = {}
-        self._timeout: timedelta | None = None
 
     def coords_of(self, rank: int) -> dict[str, int]:
         coords = {}
@@ -101,24 +100,24 @@ class Mesh:
         ``timeout``: seconds after which a collective of theirs gives a peer up; None: torch's default, whatever the default
         group's is.
         """
-        self._timeout = None if timeout is None else timedelta(seconds=timeout)
+        limit = None if timeout is None else timedelta(seconds=timeout)
         for axis in (*AXES, *LINES):
             long = self._long(axis)
             if len(long) == 1 and axis in LINES:
                 self._groups[axis] = self._groups[long[0]]
             elif long:
                 same = next((line for line in LINES if line in self._groups and self._long(line) == long), None)
-                self._groups[axis] = self._groups[same] if same is not None else self._made(axis)
+                self._groups[axis] = self._groups[same] if same is not None else self._made(axis, limit)
 
     def _long(self, line: str) -> tuple[str, ...]:
         return tuple(one for one in axes_of(line) if self.sizes[one] > 1)
 
-    def _made(self, axis: str) -> dist.ProcessGroup:
+    def _made(self, axis: str, limit: timedelta | None) -> dist.ProcessGroup:
         """A new group along every line of this kind; this rank's."""
         mine, along = None, self._places(axes_of(axis))
         for fixed in self._places([other for other in AXES if other not in axes_of(axis)]):
             ranks = [self.rank_at(**fixed, **place) for place in along]
-            group = dist.new_group(ranks, timeout=self._timeout)
+            group = dist.new_group(ranks, timeout=limit)
             if self.rank in ranks:
                 mine = group
         assert mine is not None
