@@ -29,8 +29,10 @@ from tests.dist.frame import same_on_all, train_each, whole
 from tests.dist.test_zero import data, together
 from tests.gathered_first import gather_first, scale_apart
 from tests.helpers import run_distributed, start_distributed
+from tests.runs import metrics_of, overrides, run_here, write_config
 from tests.te_fake import fake_library
 from tests.tiny import Batch, batch, config, differing, train
+from tools.common import launch
 
 SIZES: dict[str, Any] = {"model__head_dim": 16, "model__ffn_size": 64, "model__num_layers": 2, "pipeline__microbatches": 2}
 FLOAT64: dict[str, Any] = {"precision__fp8__recipe": "none", "precision__dtype": "float64"}
@@ -257,6 +259,23 @@ def test_underflow_is_counted_of_all_pieces() -> None:
         times = 2 if role.endswith(("qkv.input", "gate_up.input", "out.grad_output", "down.grad_output")) else 1
         assert [sum(rank[role][i] for rank in ranks) for i in (0, 1)] == [times * lost, times * nonzero], role
     assert shares_of(ranks) == shares_of([one]) and all(0 < share < 1 for share in shares_of(ranks).values())
+
+
+def test_a_run_tells_underflow_of_all_pieces(tmp_path) -> None:
+    """Launched, with scales that are too small: the metrics are one process's."""
+    write_config(tmp_path)
+    keys = ("precision.dtype=float64", "precision.fp8.margin=12", "model.dropout=0", "model.head_dim=16", "model.ffn_size=64")
+    keys += ("logging.underflow_every=2", "train.steps=2", "graphs.backend=eager", "optim.lr=1e-12")  # nothing moves apart
+    assert run_here(tmp_path, "one", *keys)[0] == 0
+    run = launch(tmp_path / "tiny.yaml", overrides(tmp_path, "two", *keys, "parallel.tp=2"), 2, dict(os.environ))
+    code, said = run.wait()
+    assert code == 0, said
+    one, two = ({m.step: m.extra for m in metrics_of(tmp_path, name)}[2] for name in ("one", "two"))
+    told = {name: share for name, share in one.items() if name.startswith("underflow_")}
+    assert len(told) == 3 and all(told[name] == two[name] > 0.01 for name in ("underflow_input", "underflow_weight"))
+    # A gradient that is zero in one order of sums may be 1e-20 in another, and is counted then.
+    assert two["underflow_grad_output"] == pytest.approx(told["underflow_grad_output"], abs=1e-4)
+    assert told["underflow_grad_output"] > 1e-3
 
 
 @pytest.mark.long
