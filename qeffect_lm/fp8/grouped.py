@@ -158,7 +158,7 @@ class Members:
 
 SPACINGS = 128, 64, 32, 16
 """What each group's columns may begin at a multiple of: a line of a GPU's cache, or parts of one, down to as many FP8 values as
-one load takes. On an H200 W of groups that begin anywhere in a line takes up to a third longer."""
+one load takes. On an H200 W of groups that begin anywhere in a line takes up to a half longer."""
 
 
 def places_of(rows: int, groups: int) -> int:

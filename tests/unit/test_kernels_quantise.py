@@ -150,7 +150,7 @@ def test_weight_refresh(names):
             same(cache.cached["other.weight"], current.weight("other", masters["b"].bfloat16()))
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="its tensors are a CPU's; tests/gpu/test_saving_gpu.py saves on a GPU")
+@pytest.mark.skipif(not INTERPRETED, reason="its tensors are a CPU's")
 def test_the_tables_of_a_refresh_are_known_to_a_save():
     """A save looks whether anything moved. Eagerly nothing is captured, and the refresh makes its tables when it first runs."""
     from qeffect_lm.app.assemble import assemble
